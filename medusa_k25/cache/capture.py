@@ -1,0 +1,187 @@
+"""Run the target over its own answers and store the final hidden states.
+
+Letters: B batch, T tokens, M rows with a state, D hidden.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from medusa_k25.cache.check import SelfCheck, self_check
+from medusa_k25.cache.manifest import STORAGE_DTYPES
+from medusa_k25.cache.reader import Cache
+from medusa_k25.cache.writer import CacheWriter
+from medusa_k25.conversations import choose_dtype, default_device, dtype_name, read_conversations
+from medusa_k25.target import Target, TargetModel
+
+STORAGE = ("answers", "all")
+Row = dict[str, Any]  # of conversations.jsonl
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    stored: int  # documents
+    skipped: int  # in the cache before
+    failed: int  # rows of prompts that were not answered
+    short: int  # answers of fewer than two tokens
+    states: int
+    tokens: int
+    seconds: float
+    check: SelfCheck  # of the whole cache
+
+    def __str__(self) -> str:
+        total = self.stored + self.skipped + self.failed + self.short
+        return (
+            f"{self.stored} stored + {self.skipped} stored before + {self.failed} failed + {self.short} with an answer "
+            f"of one token = {total} conversations; {self.states:,} states of {self.tokens:,} tokens in "
+            f"{self.seconds:.0f} s\n"
+            f"self-check at {self.check.positions} positions: the states predict the next token "
+            f"{self.check.agreement:.1%} of the time (the current one {self.check.agreement_with_current:.1%}, the one "
+            f"after the next {self.check.agreement_with_second:.1%}; with one norm less "
+            f"{self.check.agreement_other_norm:.1%})"
+        )
+
+
+@dataclass(frozen=True)
+class Capture:
+    """How states are computed and stored.
+
+    storage: "answers" keeps the positions from an answer's last prompt token to its last token but one, which are all
+    that heads are trained on and that a server drafts from; "all" keeps every position but a document's final one.
+    storage_dtype: float32, bfloat16 or float8_e4m3fn (a scale a token). compute_dtype: of the target, or "auto".
+    batch_tokens: of a forward pass, padding included. shard_tokens: a shard is written when so many have come; what a
+    killed run had not written yet is computed again.
+    """
+
+    storage: str = "answers"
+    storage_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    batch_tokens: int = 4096
+    shard_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.storage not in STORAGE:
+            raise ValueError(f"storage is {self.storage!r}, expected one of {', '.join(STORAGE)}")
+        if self.storage_dtype not in STORAGE_DTYPES:
+            raise ValueError(f"storage_dtype is {self.storage_dtype!r}, expected one of {', '.join(STORAGE_DTYPES)}")
+
+    def run(self, target: Target, conversations: Path, cache: Path) -> CaptureReport:
+        """Store every conversation that `cache` lacks, check the cache against the target, and print the counts.
+
+        Left out are prompts that failed, and answers of fewer than two tokens: a server makes no verify pass for them.
+        Raises ValueError when token ids are not the target's, when the disk is too small or when the check fails.
+        """
+        started = time.perf_counter()
+        rows = read_conversations(conversations)
+        answered = [row for row in rows if "error" not in row]
+        usable = [row for row in answered if len(row["answer_ids"]) >= 2]
+        if not usable:
+            raise ValueError(
+                f"{conversations} holds no answer of two tokens or more ({len(rows)} rows, {len(rows) - len(answered)} "
+                "of them failed prompts); generate more conversations"
+            )
+        for row in usable:
+            _require_ids_of(target, row, conversations)
+        device = default_device()
+        dtype = choose_dtype(self.compute_dtype, device)
+        engine = f"transformers {transformers.__version__}, {dtype_name(dtype)}"
+        states = 0
+        with CacheWriter.open(cache, target, self.storage_dtype, engine, shard_tokens=self.shard_tokens) as writer:
+            todo = [row for row in usable if row["id"] not in writer.ids]
+            if todo:
+                self._require_space(target, todo, cache)
+                model = target.load_model(dtype, device)
+                bar = tqdm(total=sum(map(_length, todo)), desc="capture", unit=" tok", unit_scale=True, smoothing=0)
+                for batch in self._batches(todo):
+                    for row, hidden_MD, positions_M in self._states(model, batch):
+                        P, T = len(row["prompt_ids"]), _length(row)
+                        writer.add(
+                            id=row["id"],
+                            group=row["group"],
+                            token_ids_T=torch.tensor(row["prompt_ids"] + row["answer_ids"]),
+                            loss_mask_T=torch.arange(T) >= P,
+                            hidden_MD=hidden_MD,
+                            positions_M=positions_M,
+                            prompt_length=P,
+                            finish_reason=row["finish_reason"],
+                            sampling=row["sampling"],
+                            dtype=row["dtype"],
+                            label=row["label"],
+                        )
+                        states += len(positions_M)
+                    bar.update(sum(map(_length, batch)))
+                bar.close()
+        report = CaptureReport(
+            stored=len(todo),
+            skipped=len(usable) - len(todo),
+            failed=len(rows) - len(answered),
+            short=len(answered) - len(usable),
+            states=states,
+            tokens=sum(map(_length, todo)),
+            seconds=time.perf_counter() - started,
+            check=self_check(Cache.open(cache, target, check=False), target),
+        )
+        print(f"{report}\n-> {cache}")
+        return report
+
+    def _first_state(self, row: Row) -> int:
+        return 0 if self.storage == "all" else len(row["prompt_ids"]) - 1
+
+    def _require_space(self, target: Target, rows: Sequence[Row], cache: Path) -> None:
+        states = sum(_length(row) - 1 - self._first_state(row) for row in rows)
+        state_bytes = target.hidden_size * STORAGE_DTYPES[self.storage_dtype].itemsize + 12  # position and scale
+        needed = states * state_bytes + 5 * sum(map(_length, rows))  # id and loss mask
+        free = shutil.disk_usage(cache).free
+        print(
+            f"{len(rows):,} conversations, {states:,} states x {state_bytes:,} bytes: {needed / 1e9:,.3f} GB, "
+            f"{free / 1e9:,.1f} GB are free"
+        )
+        if needed > free:
+            raise ValueError(
+                f"{cache} needs {needed / 1e9:,.3f} GB for {states:,} states of {state_bytes:,} bytes, its disk has "
+                f"{free / 1e9:,.3f} GB free; make room, store fewer conversations, or take a smaller storage_dtype"
+            )
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Conversations of similar length together, at most `batch_tokens` with padding but at least one; the longest
+        first, so that memory runs out at the start or never."""
+        batch: list[Row] = []
+        for row in sorted(rows, key=_length, reverse=True):
+            if batch and (len(batch) + 1) * _length(batch[0]) > self.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(row)
+        yield batch
+
+    @torch.inference_mode()
+    def _states(self, model: TargetModel, batch: Sequence[Row]) -> Iterator[tuple[Row, Tensor, Tensor]]:
+        """(row, hidden [M, D], positions int64 [M]) of every row. No mask: nothing looks at padding on the right."""
+        inputs = [torch.tensor((row["prompt_ids"] + row["answer_ids"])[:-1]) for row in batch]
+        hidden_BTD = model.hidden(pad_sequence(inputs, batch_first=True).to(model.device))
+        for row, input_ids_T, hidden_TD in zip(batch, inputs, hidden_BTD, strict=True):
+            positions_M = torch.arange(self._first_state(row), len(input_ids_T))
+            yield row, hidden_TD[positions_M[0] : len(input_ids_T)], positions_M
+
+
+def _length(row: Row) -> int:
+    return len(row["prompt_ids"]) + len(row["answer_ids"])
+
+
+def _require_ids_of(target: Target, row: Row, conversations: Path) -> None:
+    if not row["prompt_ids"]:
+        raise ValueError(f"{conversations}: conversation {row['id']!r} has no prompt; generate it again")
+    ids = row["prompt_ids"] + row["answer_ids"]
+    if min(ids) < 0 or max(ids) >= target.vocab_size:
+        raise ValueError(
+            f"{conversations}: conversation {row['id']!r} has token ids from {min(ids)} to {max(ids)}, target "
+            f"{target.name} has 0 to {target.vocab_size - 1}; the text is another target's: generate with this one"
+        )

@@ -1,0 +1,211 @@
+"""Read a cache of states; nothing is loaded before it is asked for.
+
+Letters: T tokens of a document, N tokens of a shard, M rows with a state, D hidden.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from medusa_k25.cache.check import check_sample, self_check
+from medusa_k25.cache.manifest import STORAGE_DTYPES, Manifest, finished_lines, read_index
+from medusa_k25.cache.shard import Slot, as_bytes, map_tensors, read_header
+
+if TYPE_CHECKING:
+    from medusa_k25.target import Target
+
+
+@dataclass(frozen=True)
+class Document:
+    id: str
+    group: str | None
+    prompt_length: int
+    length: int  # tokens
+    finish_reason: str
+    sampling: dict[str, Any]
+    dtype: str  # of the model that generated the text
+    label: str | None
+    hash: str  # of the prompt's token ids
+    shard: int
+    start: int  # first token, in the shard's tokens
+    row_start: int  # its rows of the shard's `hidden`
+    row_stop: int
+
+
+class Cache:
+    """A snapshot of the shards that were finished when it was opened; open again to see more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = Manifest.read(path)
+        self.hidden_size = self.manifest.hidden_size
+        self.vocab_size = self.manifest.vocab_size
+        self.storage_dtype = STORAGE_DTYPES[self.manifest.storage_dtype]
+        self.documents: list[Document] = []
+        self._shards: list[dict[str, Any]] = []  # without "documents"
+        self._slots: list[dict[str, Slot]] = []
+        self._mapped: dict[int, dict[str, Tensor]] = {}
+        digest = hashlib.sha256((path / "manifest.json").read_bytes())
+        for file in sorted((path / "index").glob("*.jsonl")):
+            content = file.read_bytes()
+            digest.update(finished_lines(content))
+            for entry in read_index(file, content):
+                self._add_shard(entry)
+        self.fingerprint = digest.hexdigest()  # identifies the content: the index holds a sha256 a shard
+        self.num_tokens = sum(shard["tokens"] for shard in self._shards)
+        self.num_states = sum(shard["states"] for shard in self._shards)
+
+    @classmethod
+    def open(cls, path: Path | str, target: "Target | None" = None, check: bool = True) -> Self:
+        """Open the cache at `path`; all shards are looked at, few bytes are read.
+
+        target: the target to use it with; sizes and fingerprints must be those of the cache.
+        check: look at sampled states and ids; with a target, also that states and tokens are aligned (`self_check`).
+        ValueError if anything is missing, truncated, damaged, or does not belong to the target.
+        """
+        cache = cls(Path(path))
+        if target is not None:
+            cache._match(target)
+        if check:
+            check_sample(cache)
+            if target is not None:
+                self_check(cache, target)
+        return cache
+
+    def _add_shard(self, entry: dict[str, Any]) -> None:
+        shard = len(self._shards)
+        documents = entry.pop("documents")
+        self._shards.append(entry)
+        slots = read_header(self.shard_path(shard), entry["bytes"])
+        self._slots.append(slots)
+        start, row = 0, 0
+        starts = []
+        for facts in documents:
+            states = facts.pop("states")
+            self.documents.append(Document(**facts, shard=shard, start=start, row_start=row, row_stop=row + states))
+            starts.append(start)
+            start, row = start + facts["length"], row + states
+        N, M = entry["tokens"], entry["states"]
+        expected = {
+            "document_starts": (torch.int64, (len(documents),)),
+            "hidden_positions": (torch.int64, (M,)),
+            "token_ids": (torch.int32, (N,)),
+            "loss_mask": (torch.bool, (N,)),
+            "hidden": (self.storage_dtype, (M, self.hidden_size)),
+        }
+        if self.storage_dtype == torch.float8_e4m3fn:
+            expected["hidden_scales"] = (torch.float32, (M,))
+        found = {name: (slot.dtype, slot.shape) for name, slot in slots.items()}
+        if found != expected or (start, row) != (N, M) or self._map(shard)["document_starts"].tolist() != starts:
+            differing = {k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k)}
+            raise ValueError(
+                f"shard {self.shard_path(shard)} disagrees with its line in the index about "
+                f"{', '.join(sorted(differing)) or 'its documents'}: expected "
+                f"{ {k: expected.get(k) for k in differing} or starts }, got { {k: found.get(k) for k in differing} }; "
+                "restore the file, or remove its line from the index and capture again"
+            )
+
+    def _match(self, target: "Target") -> None:
+        facts = self.manifest.target
+        wanted = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        differences = [f"{key} {facts[key]} != {value}" for key, value in wanted.items() if facts[key] != value]
+        for key, value in target.fingerprints.items():
+            if facts["fingerprints"].get(key) != value:
+                differences.append(f"fingerprint of {key}")
+        if differences:
+            raise ValueError(
+                f"cache {self.path} was made with target {facts['name']} ({facts['revision']}), which differs from "
+                f"target {target.name} ({target.revision}) in: {'; '.join(differences)}; pick the target that the "
+                "cache was made with, or capture again"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mapped": {}}  # another process maps the files itself
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def shard_path(self, shard: int) -> Path:
+        return self.path / self._shards[shard]["shard"]
+
+    def shard_sha256(self, shard: int) -> str:
+        return self._shards[shard]["sha256"]
+
+    def _map(self, shard: int) -> dict[str, Tensor]:
+        if shard not in self._mapped:
+            self._mapped[shard] = map_tensors(self.shard_path(shard), self._slots[shard])
+        return self._mapped[shard]
+
+    def shard_token_ids(self, shard: int) -> Tensor:
+        """int32 [N], a view of the memory map."""
+        return self._map(shard)["token_ids"]
+
+    def shard_loss_mask(self, shard: int) -> Tensor:
+        """bool [N], True on answer tokens; a view of the memory map."""
+        return self._map(shard)["loss_mask"]
+
+    def shard_positions(self, shard: int) -> Tensor:
+        """int64 [M], the token of the shard that each row of states has read; a view of the memory map."""
+        return self._map(shard)["hidden_positions"]
+
+    def token_ids(self, document: Document) -> Tensor:
+        """int32 [T]"""
+        return self.shard_token_ids(document.shard)[document.start : document.start + document.length]
+
+    def loss_mask(self, document: Document) -> Tensor:
+        """bool [T]"""
+        return self.shard_loss_mask(document.shard)[document.start : document.start + document.length]
+
+    def positions(self, document: Document) -> Tensor:
+        """int64 [M], the positions in the document that have a state."""
+        return self.shard_positions(document.shard)[document.row_start : document.row_stop] - document.start
+
+    def states(self, document: Document) -> tuple[Tensor, Tensor]:
+        """The document's states [M, D], bf16 if stored so, else fp32, and their positions int64 [M] in it."""
+        return self.read_rows(document.shard, document.row_start, document.row_stop), self.positions(document)
+
+    def read_rows(self, shard: int, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Rows start .. stop-1 of a shard's states, [stop - start, D].
+
+        Copied into `out` if given, in its dtype, else into a new tensor: bf16 if stored so, else fp32. A contiguous
+        `out` of the stored dtype that is used again and again is fastest: the bytes go from the page cache to it.
+        """
+        slots = self._slots[shard]
+        if not 0 <= start <= stop <= slots["hidden"].shape[0]:
+            raise ValueError(f"rows {start} to {stop} of shard {shard}, which has {slots['hidden'].shape[0]} rows")
+        if out is None:
+            fp8 = self.storage_dtype == torch.float8_e4m3fn
+            out = torch.empty(stop - start, self.hidden_size, dtype=torch.float32 if fp8 else self.storage_dtype)
+        elif out.shape != (stop - start, self.hidden_size):
+            raise ValueError(f"out has shape {list(out.shape)}, expected {[stop - start, self.hidden_size]}")
+        if out.dtype == self.storage_dtype and out.is_contiguous() and out.device.type == "cpu":
+            self._read_into(out, shard, start)
+            return out
+        stored = torch.empty(out.shape, dtype=self.storage_dtype)
+        self._read_into(stored, shard, start)
+        if "hidden_scales" in slots:
+            return out.copy_(stored.float().mul_(self._map(shard)["hidden_scales"][start:stop, None]))
+        return out.copy_(stored)
+
+    def _read_into(self, out: Tensor, shard: int, start: int) -> None:
+        """Fill a contiguous tensor of the stored dtype with rows from `start` on.
+
+        Reads rather than copies from a memory map: no page faults, and the process's memory does not grow.
+        """
+        buffer = as_bytes(out)
+        offset = self._slots[shard]["hidden"].start + start * self.hidden_size * self.storage_dtype.itemsize
+        with self.shard_path(shard).open("rb", buffering=0) as file:
+            while buffer:
+                count = os.preadv(file.fileno(), [buffer], offset)
+                if count == 0:
+                    raise ValueError(
+                        f"shard {self.shard_path(shard)} has become shorter than its index says: truncated?; "
+                        "restore the file, or remove its line from the index and capture again"
+                    )
+                buffer, offset = buffer[count:], offset + count

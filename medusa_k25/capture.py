@@ -1,0 +1,25 @@
+"""The target's hidden states over its own answers: python -m medusa_k25.capture [conversations=FILE] [cache=FOLDER]"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from medusa_k25.config import verb
+from medusa_k25.report import update_report
+from medusa_k25.target import Target
+
+
+@verb("target", "capture")
+def main(cfg: DictConfig) -> None:
+    capture(cfg, instantiate(cfg.target))
+
+
+def capture(cfg: DictConfig, target: Target) -> None:
+    report = instantiate(cfg.capture).run(target, Path(cfg.conversations), Path(cfg.cache))
+    update_report(Path(cfg.run_dir), "capture", {"cache": cfg.cache, **asdict(report)})
+
+
+if __name__ == "__main__":
+    main()

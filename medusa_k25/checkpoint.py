@@ -1,0 +1,105 @@
+"""Checkpoints: what training needs to go on, and beside it what everyone else reads.
+
+checkpoints/step-000200/trainer.ckpt       Lightning's (with DeepSpeed: a folder)
+checkpoints/step-000200/heads.safetensors  weights and draft vocabulary, whole tensors under any strategy
+checkpoints/step-000200/heads.json         type, arguments, provenance, metrics; the folder appears when all is written
+"""
+
+import inspect
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa_k25.heads import HEADS, DraftVocabulary, Heads
+from medusa_k25.target import Target
+
+SCORE = "calibration/acceptance_tree"  # what "best" means
+
+
+@dataclass(frozen=True)
+class HeadsCheckpoint:
+    path: Path
+    heads: Heads
+    vocabulary: DraftVocabulary
+    record: dict[str, Any]
+
+    def refuse_other_target(self, target: Target) -> None:
+        """ValueError unless these heads were trained on the states of `target`."""
+        trained = self.record["target"]
+        for name in ("lm_head", "final_norm"):
+            if trained["fingerprints"][name] != target.fingerprints[name]:
+                raise ValueError(
+                    f"{self.path} was trained for {trained['name']} ({trained['revision']}), whose {name} differs from "
+                    f"that of {target.name} at {target.path}; choose the target it was trained for, or train anew"
+                )
+
+
+def arguments_of(heads: Heads) -> dict[str, Any]:
+    """The constructor's arguments; head types keep them as attributes."""
+    return {name: getattr(heads, name) for name in inspect.signature(type(heads)).parameters}
+
+
+def write_heads(
+    folder: Path, state: Mapping[str, Tensor], heads: Heads, vocabulary: DraftVocabulary, record: Mapping[str, Any]
+) -> None:
+    """`state` holds the whole tensors of `heads` (which under ZeRO-3 holds only shares of them)."""
+    kind = next(name for name, kind in HEADS.items() if kind is type(heads))
+    arguments = arguments_of(heads)
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
+    save_file({**tensors, "draft_vocabulary": vocabulary.token_ids_M}, folder / "heads.safetensors")
+    written = {"format_version": 1, "heads": {"type": kind, **arguments}, "vocab_size": vocabulary.vocab_size, **record}
+    (folder / "heads.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def load_heads(folder: Path) -> HeadsCheckpoint:
+    """Heads in fp32, strictly: every tensor in its place."""
+    try:
+        record = json.loads((folder / "heads.json").read_text())
+        tensors = load_file(folder / "heads.safetensors")
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} holds no readable heads ({error}); choose another checkpoint") from None
+    arguments = dict(record["heads"])
+    heads = HEADS[arguments.pop("type")](**arguments)
+    vocabulary = DraftVocabulary(tensors.pop("draft_vocabulary"), record["vocab_size"])
+    heads.load_state_dict(tensors)
+    return HeadsCheckpoint(folder, heads.eval(), vocabulary, record)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """All whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in folder.glob("step-*/heads.json") if path.parent.suffix != ".part")
+
+
+def find_checkpoint(folder: Path, which: str) -> Path:
+    """`which`: "best" (by acceptance length on calibration text), "last", a step number, or a checkpoint's path."""
+    if Path(which).is_dir():
+        return Path(which)
+    paths = complete_checkpoints(folder)
+    if not paths:
+        raise ValueError(f"no checkpoint in {folder}; run medusa_k25.train first, or give checkpoint=FOLDER")
+    if which == "last":
+        return paths[-1]
+    if which == "best":
+        return max(reversed(paths), key=score)
+    by_step = {str(int(path.name.removeprefix("step-"))): path for path in paths}
+    if which not in by_step:
+        raise ValueError(f"checkpoint={which}: expected best, last, a folder, or one of the steps {', '.join(by_step)}")
+    return by_step[which]
+
+
+def score(path: Path) -> float:
+    return json.loads((path / "heads.json").read_text())["metrics"][SCORE]
+
+
+def drop_superseded(folder: Path) -> None:
+    """Keep the best and the last checkpoint."""
+    paths = complete_checkpoints(folder)
+    for path in set(paths) - {find_checkpoint(folder, "best"), find_checkpoint(folder, "last")}:
+        shutil.rmtree(path)

@@ -1,0 +1,475 @@
+"""The target's own answers to a list of prompts: what heads are trained on and judged by.
+
+`load_prompts` reads prompts, `Generator` lets the target answer them in this process, `read_conversations` reads the
+answers back.
+
+Letters: B batch, T tokens, V vocabulary.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from tqdm import tqdm
+
+from medusa_k25.data.splits import split_of
+from medusa_k25.target import Target, TargetModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PACKAGE = "package"
+FAILED_KEYS = {"id", "group", "messages", "error"}
+ANSWER_KEYS = set("id group messages prompt_ids answer_ids answer finish_reason sampling dtype label".split())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that waits for its next answer: the last message is the user's."""
+
+    id: str
+    group: str | None
+    messages: list[dict[str, str]]
+
+
+def load_prompts(source: str, download: bool = False) -> list[Prompt]:
+    """The prompts of `source`: "package" (the 502 shipped ones), a .jsonl or .parquet file, or a `datasets` name.
+
+    A row is {"prompt": text} or {"messages": [...]}, with an optional "id" (default: a hash of the messages) and an
+    optional "topic" or "group". Messages after the last one of the user are left out: the target answers itself.
+    A `datasets` name takes its train split, from the local datasets cache unless `download` allows the network.
+
+    Raises ValueError for a broken row (with file and line), for duplicate ids and when there is no row at all.
+    """
+    prompts: list[Prompt] = []
+    places: dict[str, str] = {}
+    for place, row in _rows(source, download):
+        prompt = _prompt(row, place)
+        if prompt.id in places:
+            raise ValueError(
+                f"{place}: id {prompt.id!r} was already used at {places[prompt.id]}; ids must be unique "
+                "(rows without an id take a hash of their messages, so the same row twice is a duplicate, too)"
+            )
+        places[prompt.id] = place
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"{source} holds no prompts; expected a row for each")
+    return prompts
+
+
+def _rows(source: str, download: bool) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) for every row."""
+    if source == PACKAGE:
+        with resources.as_file(resources.files("medusa_k25") / "prompts" / "questions.jsonl") as path:
+            yield from _json_lines(path)
+    elif source.endswith(".jsonl"):
+        yield from _json_lines(_existing(source))
+    elif source.endswith(".parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.read_table(_existing(source))
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{source} is not a Parquet file ({error})") from error
+        for number, row in enumerate(table.to_pylist(), start=1):
+            yield f"{source}, row {number}", row
+    else:
+        for number, row in enumerate(_hub_dataset(source, download), start=1):
+            yield f"{source}, row {number}", row
+
+
+def _existing(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise ValueError(f"no prompts at {path.absolute()}: expected a file")
+    return path
+
+
+def _json_lines(path: Path, torn_end: bool = False) -> Iterator[tuple[str, Any]]:
+    """(place, value) for every line; with `torn_end`, a last line without its newline is not there yet."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            if line.strip() and not (torn_end and not line.endswith(b"\n")):
+                try:
+                    yield place, json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{place} is not valid JSON ({error}); repair or delete this line") from error
+
+
+def _hub_dataset(name: str, download: bool) -> Iterable[Any]:
+    import datasets
+
+    offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = offline or not download  # the environment variable is only read at import
+    try:
+        return datasets.load_dataset(name, split="train")
+    except Exception as error:  # from six libraries; what matters is the same for all of them
+        fix = "check the name and the network"
+        if not download:
+            fix = f"fetch it once, with python -c \"import datasets; datasets.load_dataset('{name}')\""
+        raise ValueError(
+            f"prompts {name!r}: neither 'package', a .jsonl or .parquet file, nor a dataset that could be loaded "
+            f"({type(error).__name__}: {error}); {fix}"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+
+
+def _prompt(row: Any, place: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected an object, got {type(row).__name__}")
+    messages = row.get("messages")
+    if messages is None:
+        messages = [{"role": "user", "content": row.get("prompt")}]
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise ValueError(
+            f'{place}: expected "prompt" as text or "messages" as a list of {{"role": text, "content": text}}, '
+            f"got the keys {sorted(row)}"
+        )
+    turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not turns:
+        raise ValueError(f'{place}: none of the {len(messages)} messages has the role "user"')
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages[: turns[-1] + 1]]
+    group = row.get("topic") if row.get("topic") is not None else row.get("group")
+    name = row.get("id")
+    if name is None:
+        name = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+    return Prompt(id=str(name), group=None if group is None else str(group), messages=messages)
+
+
+def prompt_key(prompt_ids: Sequence[int]) -> str:
+    """Hash of a prompt's token ids: decides the split of a document without a group (`data.splits.split_of`)."""
+    return hashlib.sha256(torch.tensor(prompt_ids, dtype=torch.int32).numpy().tobytes()).hexdigest()
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype called `name`; "auto" is bfloat16 where `device` multiplies it in hardware, else float32."""
+    if name == "auto":
+        if device == "cpu":
+            has = torch.cpu.get_capabilities()
+            return torch.bfloat16 if has.get("avx512_bf16") or has.get("amx_bf16") else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}, expected auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class GenerateReport:
+    success: int
+    failed: int
+    skipped: int  # were in the file before, answered or failed
+    tokens: int
+    seconds: float
+
+    def __str__(self) -> str:
+        total = self.success + self.failed + self.skipped
+        return (
+            f"{self.success} success + {self.failed} failed + {self.skipped} skipped = {total} input; "
+            f"{self.tokens:,} tokens in {self.seconds:.0f} s = {self.tokens / self.seconds:.0f} tok/s"
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    prompt: Prompt
+    prompt_ids: list[int]
+    dtype: torch.dtype
+    max_new_tokens: int  # less than the generator's where the context ends
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Batched decoding by the target in this process; greedy at temperature 0, which is what the proof set needs.
+
+    max_new_tokens: limit of an answer, end token included. batch_size: prompts decoded together. dtype: a name in
+    DTYPES or "auto"; heldout_dtype: the same for prompts of the held-out split, which form the proof set.
+    template: more variables for the chat template, such as {thinking: true}.
+
+    Batches depend on the list of prompts only, not on what is already done: an interrupted run that is continued
+    ends with the same text as one that was not, also where rounding depends on a batch's company.
+    """
+
+    max_new_tokens: int = 96
+    batch_size: int = 64
+    dtype: str = "auto"
+    heldout_dtype: str = "float32"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        if self.temperature == 0:
+            return {"mode": "greedy", "temperature": 0.0, "top_p": 1.0}
+        return {"mode": "sampled", "temperature": float(self.temperature), "top_p": float(self.top_p)}
+
+    def run(self, target: Target, prompts: Sequence[Prompt], out: Path) -> GenerateReport:
+        """Append an answer or an error to `out` for every prompt that it lacks, and print how many there are of each.
+
+        `out` is appended and fsynced batch by batch: a killed run loses the batch it was in, and the same call
+        continues. A prompt fails when it is empty, when the chat template refuses it or when it fills the model's
+        context. Its row then has an "error", stays, and counts as done (delete the line to try again).
+
+        Raises ValueError when `out` holds answers to other prompts under the same ids, or by other settings.
+        """
+        started = time.perf_counter()
+        device = default_device()
+        tokenizer = target.load_tokenizer()
+        jobs, failures = self._prepare(target, tokenizer, prompts, device)
+        _drop_torn_line(out)
+        done = {row["id"]: row for row in read_conversations(out)} if out.exists() else {}
+        self._require_same(jobs, done, out)
+        failures = [row for row in failures if row["id"] not in done]
+        _append(out, failures)
+
+        todo = sum(job.prompt.id not in done for job in jobs)
+        dtypes = " and ".join(dict.fromkeys(dtype_name(job.dtype) for job in jobs))
+        print(
+            f"{target.name} answers {todo} of {len(prompts)} prompts, {self.sampling['mode']}, in at most "
+            f"{self.max_new_tokens} tokens each; {dtypes} on {device}, {self.batch_size} prompts at a time"
+        )
+        success = tokens = 0
+        with tqdm(total=todo, desc="generate", unit="prompt", smoothing=0) as bar:
+            for dtype in dict.fromkeys(job.dtype for job in jobs):
+                model = None
+                for batch in self._batches([job for job in jobs if job.dtype == dtype]):
+                    if all(job.prompt.id in done for job in batch):
+                        continue
+                    model = model or target.load_model(dtype, device)
+                    answers = self._decode(model, batch, target.end_ids)
+                    rows = [
+                        self._row(job, answer_ids, target.end_ids, tokenizer)
+                        for job, answer_ids in zip(batch, answers, strict=True)
+                        if job.prompt.id not in done
+                    ]
+                    _append(out, rows)
+                    success += len(rows)
+                    tokens += sum(len(row["answer_ids"]) for row in rows)
+                    bar.update(len(rows))
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
+        report = GenerateReport(
+            success, len(failures), len(prompts) - success - len(failures), tokens, time.perf_counter() - started
+        )
+        print(f"{report} -> {out}")
+        return report
+
+    def _prepare(
+        self, target: Target, tokenizer: Any, prompts: Sequence[Prompt], device: str
+    ) -> tuple[list[_Job], list[dict[str, Any]]]:
+        """(jobs, rows of the prompts that cannot be answered)"""
+        from transformers import AutoConfig
+
+        if tokenizer.chat_template is None:
+            raise ValueError(f"the tokenizer of {target.path} has no chat template; add chat_template.jinja to it")
+        context = AutoConfig.from_pretrained(target.path).get_text_config().max_position_embeddings
+        dtypes = {name: choose_dtype(name, device) for name in (self.dtype, self.heldout_dtype)}
+        jobs, failures = [], []
+        for prompt in prompts:
+            try:
+                if not prompt.messages[-1]["content"].strip():
+                    raise ValueError("the prompt is empty")
+                prompt_ids = tokenizer.apply_chat_template(
+                    prompt.messages, add_generation_prompt=True, return_dict=False, **self.template
+                )
+                if len(prompt_ids) >= context:
+                    raise ValueError(f"the prompt has {len(prompt_ids)} tokens, the context of the model {context}")
+            except (TemplateError, ValueError) as error:
+                row = {"id": prompt.id, "group": prompt.group, "messages": prompt.messages, "error": str(error)}
+                failures.append(row)
+                continue
+            heldout = split_of(prompt.group, prompt_key(prompt_ids)) == "heldout"
+            dtype = dtypes[self.heldout_dtype if heldout else self.dtype]
+            jobs.append(_Job(prompt, prompt_ids, dtype, min(self.max_new_tokens, context - len(prompt_ids))))
+        return jobs, failures
+
+    def _require_same(self, jobs: Sequence[_Job], done: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+        """An answer that is already there must be the one that this generator would have given."""
+        for job in jobs:
+            row = done.get(job.prompt.id)
+            if row is None or "error" in row:
+                continue
+            expected = {"prompt_ids": job.prompt_ids, "sampling": self.sampling, "dtype": dtype_name(job.dtype)}
+            for key, value in expected.items():
+                if row[key] != value:
+                    raise ValueError(
+                        f"{out} holds an answer to {job.prompt.id!r} with {key} {row[key]}, this run has {value}; "
+                        "continue with the settings and prompts that the file was made with, or name another file"
+                    )
+
+    def _batches(self, jobs: Sequence[_Job]) -> list[list[_Job]]:
+        """Prompts of similar length together, so that little is padded; the longest first, so that memory runs out
+        at the start or never."""
+        ordered = sorted(jobs, key=lambda job: (-len(job.prompt_ids), job.prompt.id))
+        return [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
+
+    @torch.inference_mode()
+    def _decode(self, model: TargetModel, batch: Sequence[_Job], end_ids: Sequence[int]) -> list[list[int]]:
+        """The answers' token ids, end token included. Finished rows leave the batch.
+
+        What all prompts start with (the system prompt) is read once. Columns: shared start, padding, rest, answer.
+        """
+        from transformers import DynamicCache
+
+        prompts = [job.prompt_ids for job in batch]
+        equal = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+        shared = min(len(list(equal)), min(map(len, prompts)) - 1)
+        width = max(map(len, prompts)) - shared
+        tokens_BT = torch.zeros(len(batch), width, dtype=torch.long)
+        mask_BT = torch.ones(len(batch), shared + width, dtype=torch.long)
+        for b, prompt_ids in enumerate(prompts):
+            padding = width - (len(prompt_ids) - shared)
+            tokens_BT[b, padding:] = torch.tensor(prompt_ids[shared:])
+            mask_BT[b, shared : shared + padding] = 0
+        tokens_BT, mask_BT = tokens_BT.to(model.device), mask_BT.to(model.device)
+        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, shared:]
+        cache = DynamicCache(config=model.model.config)
+        if shared:
+            model.hidden(torch.tensor([prompts[0][:shared]], device=model.device), past_key_values=cache)
+            cache.batch_repeat_interleave(len(batch))
+
+        answers: list[list[int]] = [[] for _ in batch]
+        running = list(range(len(batch)))
+        draws_BT = self._draws(batch).to(model.device)
+        while True:
+            hidden_BTD = model.hidden(
+                tokens_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache
+            )
+            logits_BV = model.logits(hidden_BTD[:, -1])
+            next_B = self._choose(logits_BV, draws_BT[:, len(answers[running[0]])])
+            for row, token in zip(running, next_B.tolist(), strict=True):
+                answers[row].append(token)
+            keep = [
+                i
+                for i, row in enumerate(running)
+                if answers[row][-1] not in end_ids and len(answers[row]) < batch[row].max_new_tokens
+            ]
+            if not keep:
+                return answers
+            positions_BT = positions_BT[:, -1:] + 1
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(running), 1)], dim=1)
+            if len(keep) < len(running):
+                index = torch.tensor(keep, device=model.device)
+                cache.batch_select_indices(index)
+                next_B, positions_BT, mask_BT, draws_BT = (t[index] for t in (next_B, positions_BT, mask_BT, draws_BT))
+                running = [running[i] for i in keep]
+            tokens_BT = next_B[:, None]
+
+    def _draws(self, batch: Sequence[_Job]) -> Tensor:
+        """Uniform numbers [B, max_new_tokens] that depend on seed and prompt id only; float64."""
+        draws = []
+        for job in batch:
+            digest = hashlib.sha256(f"{self.seed}:{job.prompt.id}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            draws.append(torch.rand(self.max_new_tokens, generator=generator, dtype=torch.float64))
+        return torch.stack(draws)
+
+    def _choose(self, logits_BV: Tensor, draws_B: Tensor) -> Tensor:
+        """The next token of each row, int64 [B]; of equal logits the lowest id."""
+        if self.temperature == 0:
+            return logits_BV.argmax(dim=-1)
+        probs_BV, ids_BV = (
+            (logits_BV.double() / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        )
+        before_BV = probs_BV.cumsum(-1) - probs_BV
+        kept_BV = torch.where(before_BV < self.top_p, probs_BV, 0).cumsum(-1)
+        choice_B1 = torch.searchsorted(kept_BV, draws_B[:, None] * kept_BV[:, -1:], right=True)
+        return ids_BV.gather(1, choice_B1).squeeze(1)
+
+    def _row(self, job: _Job, answer_ids: list[int], end_ids: Sequence[int], tokenizer: Any) -> dict[str, Any]:
+        stopped = answer_ids[-1] in end_ids
+        return {
+            "id": job.prompt.id,
+            "group": job.prompt.group,
+            "messages": job.prompt.messages,
+            "prompt_ids": job.prompt_ids,
+            "answer_ids": answer_ids,
+            "answer": tokenizer.decode(answer_ids[:-1] if stopped else answer_ids),
+            "finish_reason": "stop" if stopped else "length",
+            "sampling": self.sampling,
+            "dtype": dtype_name(job.dtype),
+            "label": None,
+        }
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A killed writer may leave half a line: cut it off, so that the next row does not continue it."""
+    if path.exists():
+        content = path.read_bytes()
+        if (end := content.rfind(b"\n") + 1) < len(content):
+            os.truncate(path, end)
+
+
+def read_conversations(path: str | Path) -> list[dict[str, Any]]:
+    """All rows of a conversations.jsonl, failed ones ({"error"}) too. A torn last line is left out: it is unfinished.
+
+    Raises ValueError, with file and line, for a row that is not what `Generator` writes and for a repeated id.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no conversations at {path.absolute()}; make them first: python -m medusa_k25.generate")
+    for place, row in _json_lines(path, torn_end=True):
+        keys = FAILED_KEYS if isinstance(row, dict) and "error" in row else ANSWER_KEYS
+        if missing := keys - set(row) if isinstance(row, dict) else keys:
+            raise ValueError(f"{place} lacks {', '.join(sorted(missing))}; is this a file of medusa_k25.generate?")
+        if row["id"] in rows:
+            raise ValueError(f"{place} repeats the id {row['id']!r}; delete one of the two lines")
+        rows[row["id"]] = row
+    return list(rows.values())
+
+
+def ends_in_loop(answer_ids: Sequence[int]) -> bool:
+    """Whether an answer ends in a degenerate repetition of a pattern of at most 32 tokens.
+
+    It does when its last 24 or more tokens are one pattern, repeated until the pattern has come four times or the
+    repetition (what follows the first occurrence) is 24 tokens long. An answer that ended by itself is no loop.
+    """
+    for period in range(1, 33):
+        repeated = 0
+        while repeated + period < len(answer_ids) and answer_ids[-1 - repeated] == answer_ids[-1 - repeated - period]:
+            repeated += 1
+        if repeated >= min(3 * period, 24) and repeated + period >= 24:
+            return True
+    return False

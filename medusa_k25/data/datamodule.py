@@ -1,0 +1,121 @@
+"""The cache as Lightning sees it: shuffled training windows, and whole answers for validation.
+
+Letters: N positions, D hidden, K heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from medusa_k25.cache import Cache
+from medusa_k25.data.sampler import Position, ResumableBatches
+from medusa_k25.data.splits import SPLITS, Split
+from medusa_k25.data.windows import Run, Windows, documents_of, future_of, runs_of
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Answers(Dataset):
+    """Whole answers, (hidden [S, D], future tokens [S, K+1]) each."""
+
+    def __init__(self, cache: Cache, runs: Sequence[Run], num_heads: int):
+        self.cache, self.runs, self.num_heads = cache, runs, num_heads
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, index: int) -> Batch:
+        run = self.runs[index]
+        hidden_SD = self.cache.read_rows(run.document.shard, run.row_start, run.row_stop)
+        return hidden_SD, future_of(self.cache, run, self.num_heads)
+
+
+class EqualShares(Sampler[list[int]]):
+    """One sample a batch, dealt out over the ranks; every rank gets as many batches, if need be empty ones."""
+
+    def __init__(self, num_samples: int, rank: int, world_size: int):
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // self.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for i in range(self.rank, len(self) * self.world_size, self.world_size):
+            yield [i] if i < self.num_samples else []
+
+
+def join(samples: Sequence[Batch], empty: Batch) -> Batch:
+    """The positions of all samples one after another, [N, D] and [N, K+1]; `empty` gives the widths and dtypes."""
+    hidden, future = zip(empty, *samples, strict=True)
+    return torch.cat(hidden), torch.cat(future)
+
+
+class MedusaData(L.LightningDataModule):
+    """`window` positions are read in one go (consecutive on disk); a step takes `batch_size` windows a rank."""
+
+    def __init__(self, cache: Cache, num_heads: int, window: int, batch_size: int, num_workers: int, seed: int):
+        super().__init__()
+        self.cache, self.num_heads, self.batch_size = cache, num_heads, batch_size
+        self.num_workers, self.seed = num_workers, seed
+        self.position = Position()
+        self.documents = {split: documents_of(cache, split) for split in SPLITS}
+        for split, documents in self.documents.items():
+            if not documents:
+                raise ValueError(
+                    f"cache {cache.path} has no {split} documents among {len(cache.documents)}; "
+                    "capture more conversations, or conversations on more topics"
+                )
+        self.windows = Windows(cache, self.documents["train"], window, num_heads)
+        if not len(self.windows):
+            raise ValueError(f"cache {cache.path}: no training answer has two tokens, so there is nothing to predict")
+        self.empty: Batch = (
+            cache.read_rows(self.windows.runs[0].document.shard, 0, 0),
+            torch.empty(0, num_heads + 1, dtype=torch.long),
+        )
+
+    def _trainer(self) -> L.Trainer:
+        assert self.trainer is not None
+        return self.trainer
+
+    def train_dataloader(self) -> DataLoader:
+        trainer = self._trainer()
+        batches = ResumableBatches(
+            len(self.windows), self.batch_size, self.seed, trainer.global_rank, trainer.world_size, self.position
+        )
+        return self._loader(self.windows, batches)
+
+    def val_dataloader(self) -> list[DataLoader]:
+        """Calibration text, then held-out text."""
+        return [self._answers("calibration"), self._answers("heldout")]
+
+    def _answers(self, split: Split) -> DataLoader:
+        runs = [run for document in self.documents[split] for run in runs_of(self.cache, document)]
+        answers = Answers(self.cache, runs, self.num_heads)
+        trainer = self._trainer()
+        return self._loader(answers, EqualShares(len(answers), trainer.global_rank, trainer.world_size))
+
+    def _loader(self, dataset: Dataset, batches: Sampler[list[int]]) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=self.num_workers,
+            collate_fn=partial(join, empty=self.empty),
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def advance(self) -> None:
+        """Count one global batch as consumed."""
+        self.position.consumed += self.batch_size * self._trainer().world_size
+        if self.position.consumed >= len(self.windows):
+            self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.position.epoch, "consumed": self.position.consumed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position.epoch, self.position.consumed = state_dict["epoch"], state_dict["consumed"]

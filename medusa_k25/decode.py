@@ -1,0 +1,38 @@
+"""Decode held-out prompts with the exported heads and hold output and counts against greedy text and replay.
+
+python -m medusa_k25.decode [export_dir=FOLDER] [decode_prompts=20]
+"""
+
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from medusa_k25.cache import Cache
+from medusa_k25.config import verb
+from medusa_k25.data.windows import documents_of
+from medusa_k25.report import update_report
+from medusa_k25.serving.decode import Drafter, prove
+from medusa_k25.serving.formats import load_served
+
+
+@verb("target", "generate")
+def main(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    cache = Cache.open(Path(cfg.cache), target)
+    served = load_served(Path(cfg.export_dir))
+    lm_head_MD = served.vocabulary.rows(target.lm_head).float()
+    drafter = Drafter(served.heads.float(), served.vocabulary, lm_head_MD, served.tree)
+    documents = documents_of(cache, "heldout")[: cfg.decode_prompts]
+    proof = prove(
+        target.load_model(torch.float32), target.end_ids, drafter, cache, documents, cfg.generate.max_new_tokens
+    )
+    print(proof)
+    update_report(Path(cfg.run_dir), "decode", proof.as_json())
+    if not proof.holds:
+        raise ValueError("decoding did not equal greedy text and replay; see the differences above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A folder that serving engines load.
+
+python -m medusa_k25.export [checkpoint=best] [num_nodes=9] [tree=[[0],[0,0],[1]]] [export_dir=FOLDER]
+"""
+
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from medusa_k25.cache import Cache
+from medusa_k25.checkpoint import find_checkpoint, load_heads
+from medusa_k25.config import verb
+from medusa_k25.data.windows import documents_of
+from medusa_k25.replay import answer_ranks
+from medusa_k25.report import update_report
+from medusa_k25.serving.formats import export_heads
+from medusa_k25.tree import Tree
+
+
+@verb("target")
+def main(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    run_dir, folder = Path(cfg.run_dir), Path(cfg.export_dir)
+    checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
+    checkpoint.refuse_other_target(target)
+    vocabulary = checkpoint.vocabulary
+    if cfg.tree is not None:
+        tree = Tree(cfg.tree)
+    elif cfg.num_nodes == checkpoint.record["config"]["num_nodes"]:
+        tree = Tree(checkpoint.record["tree"])
+    else:
+        cache = Cache.open(Path(cfg.cache), target)
+        calibration = documents_of(cache, "calibration")
+        lm_head_MD = vocabulary.rows(target.lm_head).float()
+        ranks_NK = torch.cat(answer_ranks(checkpoint.heads, lm_head_MD, vocabulary, cache, calibration))
+        tree = Tree.best(ranks_NK, cfg.num_nodes, min(cfg.max_width, len(vocabulary)))
+    provenance = {key: checkpoint.record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
+    export_heads(folder, checkpoint.heads, vocabulary, tree, getattr(torch, cfg.export_dtype), provenance)
+    update_report(
+        run_dir, "export", {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
+    )
+    print(f"wrote {folder}: {checkpoint.heads.num_heads} heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
+
+
+if __name__ == "__main__":
+    main()

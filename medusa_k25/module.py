@@ -1,0 +1,141 @@
+"""Training of heads on cached states, as a Lightning module.
+
+Letters: N positions, S states of one answer, D hidden, K heads, M draft vocabulary.
+"""
+
+from collections.abc import Callable
+from math import cos, pi
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from medusa_k25.data.labels import IGNORE
+from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.loss import MedusaLoss
+from medusa_k25.metrics import top_accuracy
+from medusa_k25.replay import future_ranks, replay
+from medusa_k25.tree import Tree
+
+VALIDATION_SPLITS = ("calibration", "heldout")  # in the order of MedusaData.val_dataloader
+
+
+def warmup_cosine(warmup_fraction: float, final_fraction: float, max_steps: int) -> Callable[[int], float]:
+    """Learning-rate factor at a step: up linearly over a fraction of `max_steps`, then down a half cosine."""
+    if not 0 <= warmup_fraction < 1 or not 0 <= final_fraction <= 1:
+        raise ValueError(
+            f"schedule: expected 0 <= warmup_fraction < 1 and 0 <= final_fraction <= 1, "
+            f"got {warmup_fraction} and {final_fraction}"
+        )
+    warmup_steps = round(warmup_fraction * max_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / (max_steps - warmup_steps))
+        return final_fraction + (1 - final_fraction) * (1 + cos(pi * progress)) / 2
+
+    return factor
+
+
+class MedusaModule(L.LightningModule):
+    """Heads to train, the frozen lm_head rows they share, and what is measured.
+
+    `lm_head_MD` is a non-persistent buffer: in no optimizer and in no checkpoint. `optimizer` and `schedule` are called
+    with the parameters and with max_steps. Validation replays whole answers: it chooses the best tree of `num_nodes`
+    nodes on calibration text and reports the acceptance length of that tree and of the chain on both splits.
+    """
+
+    lm_head_MD: Tensor
+
+    def __init__(
+        self,
+        heads: Heads,
+        vocabulary: DraftVocabulary,
+        lm_head_MD: Tensor,
+        loss: MedusaLoss,
+        optimizer: Callable[..., Optimizer],
+        schedule: Callable[..., Callable[[int], float]],
+        num_nodes: int,
+        max_width: int,
+        log_every: int,
+    ):
+        super().__init__()
+        self.heads, self.vocabulary, self.loss = heads, vocabulary, loss
+        self.register_buffer("lm_head_MD", lm_head_MD, persistent=False)
+        self.optimizer, self.schedule = optimizer, schedule
+        self.num_nodes, self.max_width, self.log_every = num_nodes, max_width, log_every
+        self.tree: Tree | None = None  # chosen at the latest validation
+        self.validation_metrics: dict[str, float] = {}
+        self._ranks: dict[str, list[Tensor]] = {}
+        self._exists: dict[str, list[Tensor]] = {}
+
+    def features_and_labels(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Features [K, N, D] and draft-vocabulary labels [K, N]."""
+        hidden_ND, future_NK = batch
+        hidden_ND = hidden_ND.to(self.lm_head_MD.dtype)
+        return self.heads(hidden_ND, future_NK[:, :-1]), self.vocabulary.to_draft(future_NK[:, 1:]).T
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        features_KND, labels_KN = self.features_and_labels(batch)
+        count_K = (labels_KN != IGNORE).sum(dim=1)
+        count_K = self.trainer.strategy.reduce(count_K, reduce_op="sum")
+        total, sum_K = self.loss(features_KND, self.lm_head_MD, labels_KN, count_K)
+        step = self.trainer.global_step + 1
+        if step % self.log_every == 0:
+            sum_K = self.trainer.strategy.reduce(sum_K, reduce_op="sum")
+            loss_K = (sum_K / count_K.clamp(min=1)).tolist()
+            self.report({f"train/loss_head{k}": loss for k, loss in enumerate(loss_K, start=1)}, step)
+        # each rank holds its share of the sum; the strategy averages gradients over ranks
+        loss = total * self.trainer.world_size
+        self.log("loss", self.trainer.strategy.reduce(loss.detach(), reduce_op="mean"), prog_bar=True, logger=False)
+        return loss
+
+    def report(self, metrics: dict[str, float], step: int) -> None:
+        """To all loggers, past Lightning: its own count of steps is one off at validation, and after a resume."""
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step)
+
+    def on_validation_epoch_start(self) -> None:
+        self._ranks = {split: [] for split in VALIDATION_SPLITS}
+        self._exists = {split: [] for split in VALIDATION_SPLITS}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        hidden_SD, future_SK = batch
+        if len(hidden_SD):
+            split = VALIDATION_SPLITS[dataloader_idx]
+            hidden_SD = hidden_SD.to(self.lm_head_MD.dtype)
+            self._ranks[split].append(future_ranks(self.heads, self.lm_head_MD, self.vocabulary, hidden_SD, future_SK))
+            self._exists[split].append((future_SK[:, 1:] != IGNORE).cpu())
+
+    def on_validation_epoch_end(self) -> None:
+        ranks = {split: self._from_all_ranks(self._ranks[split]) for split in VALIDATION_SPLITS}
+        exists = {split: self._from_all_ranks(self._exists[split]) for split in VALIDATION_SPLITS}
+        self.tree = Tree.best(torch.cat(ranks["calibration"]), self.num_nodes, self.max_width)
+        chain = Tree.chain(self.heads.num_heads)
+        metrics = {}
+        for split in VALIDATION_SPLITS:
+            metrics[f"{split}/acceptance_tree"] = replay(ranks[split], self.tree).length
+            metrics[f"{split}/acceptance_chain"] = replay(ranks[split], chain).length
+            hits_KR, count_K = top_accuracy(torch.cat(ranks[split]).T, torch.cat(exists[split]).T)
+            for k, head in enumerate((hits_KR / count_K[:, None].clamp(min=1)).tolist(), start=1):
+                metrics |= {f"{split}/top{top}_head{k}": value for top, value in enumerate(head, start=1)}
+        self.validation_metrics = metrics
+        self.report(metrics, self.trainer.global_step)
+        self.log("accept", metrics["heldout/acceptance_tree"], prog_bar=True, logger=False, rank_zero_only=True)
+
+    def _from_all_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.trainer.world_size == 1:
+            return tensors
+        shares: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(shares, tensors)
+        return [tensor for share in shares for tensor in share]
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = self.optimizer(self.parameters())
+        scheduler = LambdaLR(optimizer, self.schedule(max_steps=self.trainer.max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,201 @@
+"""Reference decoding: draft a tree, verify it in one pass of the target, keep what the target would have said.
+
+Slow and plain on purpose: it is what a serving engine must equal, and what replay is held against. Lossless: at every
+node the target chooses its own next token (greedily or by sampling) and the walk goes on while a draft carries it.
+
+Letters: T tokens, n tree nodes, V vocabulary, D hidden, M draft vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from medusa_k25.cache import Cache, Document
+from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.metrics import topk_ids
+from medusa_k25.replay import Acceptance, answer_ranks, replay
+from medusa_k25.target import TargetModel
+from medusa_k25.tree import Tree
+
+Choose = Callable[[Tensor], int]  # logits [V] -> token id
+
+
+def greedy(logits_V: Tensor) -> int:
+    """The most likely token; the lowest id when several are equally likely."""
+    return int(topk_ids(logits_V[None], 1))
+
+
+def sampled(temperature: float, top_p: float = 1.0, generator: torch.Generator | None = None) -> Choose:
+    """Sampling at `temperature` (> 0) from the smallest set of tokens whose probability reaches `top_p`."""
+    if temperature <= 0 or not 0 < top_p <= 1:
+        raise ValueError(f"expected temperature > 0 and 0 < top_p <= 1, got {temperature} and {top_p}")
+
+    def choose(logits_V: Tensor) -> int:
+        probabilities_V, ids_V = (logits_V.float() / temperature).softmax(-1).sort(descending=True, stable=True)
+        before_V = probabilities_V.cumsum(-1) - probabilities_V
+        probabilities_V[before_V >= top_p] = 0
+        return int(ids_V[torch.multinomial(probabilities_V, 1, generator=generator)])
+
+    return choose
+
+
+class Drafter:
+    """Heads, their lm_head rows and a tree: fills the tree's nodes from one hidden state."""
+
+    def __init__(self, heads: Heads, vocabulary: DraftVocabulary, lm_head_MD: Tensor, tree: Tree):
+        tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
+        self.heads, self.vocabulary, self.lm_head_MD, self.tree = heads, vocabulary, lm_head_MD, tree
+
+    @torch.no_grad()
+    def draft(self, hidden_D: Tensor, root: int) -> list[int]:
+        """Token of every node; node 0 is the root."""
+        if not self.tree.paths:
+            return [root]
+        root_K = torch.full((1, self.heads.num_heads), root, device=hidden_D.device)
+        features_KD = self.heads(hidden_D[None].to(self.lm_head_MD.dtype), root_K)[: self.tree.depth, 0]
+        choices = self.vocabulary.to_target(topk_ids(features_KD @ self.lm_head_MD.T, self.tree.width)).tolist()
+        return [root, *(choices[len(path) - 1][path[-1]] for path in self.tree.paths)]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    answer_ids: list[int]
+    acceptance: Acceptance
+
+
+@torch.no_grad()
+def speculative_decode(
+    target: TargetModel,
+    drafter: Drafter,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    choose: Choose = greedy,
+) -> Decoded:
+    """One answer to `prompt_ids`, ending with an end token or after `max_new_tokens`."""
+    cache = DynamicCache(config=target.model.config.get_text_config())
+    hidden_TD = target.hidden(torch.tensor([prompt_ids], device=target.device), past_key_values=cache, use_cache=True)[
+        0
+    ]
+    hidden_D = hidden_TD[-1]
+    answer = [choose(target.logits(hidden_D))]
+    passes, histogram = 0, dict[int, int]()
+
+    while answer[-1] not in end_ids and len(answer) < max_new_tokens:
+        tokens = drafter.draft(hidden_D, answer[-1])
+        past = len(prompt_ids) + len(answer) - 1  # the root itself is not in the cache yet
+        hidden_nD = verify(target, drafter.tree, tokens, past, cache)
+
+        kept, accepted, node = [0], 0, 0
+        while True:
+            answer.append(choose(target.logits(hidden_nD[node])))
+            drafted = next((child for child in drafter.tree.children[node] if tokens[child] == answer[-1]), None)
+            accepted += drafted is not None
+            if drafted is None or answer[-1] in end_ids or len(answer) == max_new_tokens:
+                break
+            kept.append(node := drafted)
+        hidden_D = hidden_nD[node]
+        compact(cache, past, kept)
+        passes += 1
+        histogram[accepted] = histogram.get(accepted, 0) + 1
+
+    # like replay, an answer of one token counts as none: it needed no pass
+    acceptance = Acceptance(int(passes > 0), passes, len(answer) - 1, histogram)
+    return Decoded(answer, acceptance)
+
+
+def verify(target: TargetModel, tree: Tree, tokens: Sequence[int], past: int, cache: DynamicCache) -> Tensor:
+    """Hidden states [n, D] of all nodes in one pass; `cache` holds `past` tokens before it and past + n after it."""
+    n = tree.num_nodes
+    # every node sees the past, its ancestors and itself
+    mask_nT = torch.cat([torch.ones(n, past, dtype=torch.bool), tree.mask_nn], dim=1)
+    return target.hidden(
+        torch.tensor([tokens], device=target.device),
+        attention_mask=mask_nT[None, None].to(target.device),
+        position_ids=(past + tree.depths_n)[None].to(target.device),
+        past_key_values=cache,
+        use_cache=True,
+    )[0]
+
+
+def compact(cache: DynamicCache, past: int, kept: Sequence[int]) -> None:
+    """Keep of the nodes that were appended after `past` tokens only those on the accepted path, in its order."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            states = getattr(layer, name)  # [1, heads, past + n, head size]
+            setattr(layer, name, torch.cat([states[:, :, :past], states[:, :, [past + node for node in kept]]], dim=2))
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Decoding held against the target's greedy text (in the cache) and against replay's counts, answer by answer."""
+
+    prompts: int
+    tokens: int
+    other_output: list[str]  # ids of the documents whose text differs
+    other_counts: list[str]  # ids of the documents whose counters differ from replay's
+    decoded: Acceptance
+    replayed: Acceptance
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        return not self.other_output and not self.other_counts
+
+    def __str__(self) -> str:
+        same = self.prompts - len(self.other_output)
+        lines = [
+            f"{same} of {self.prompts} answers equal greedy decoding token for token ({self.tokens:,} tokens)",
+            f"passes: {self.decoded.passes} decoded, {self.replayed.passes} replayed; accepted drafts a pass: "
+            f"{self.decoded.accepted} decoded, {self.replayed.accepted} replayed",
+            f"acceptance length {self.decoded.length:.4f} decoded, {self.replayed.length:.4f} replayed; "
+            f"{self.decoded.passes_saved:.1%} of the passes saved",
+        ]
+        for what, ids in (("output", self.other_output), ("counts", self.other_counts)):
+            if ids:
+                lines.append(f"other {what}: {', '.join(ids)}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"holds": self.holds, "acceptance_length": self.decoded.length}
+
+
+def prove(
+    target: TargetModel,
+    end_ids: Sequence[int],
+    drafter: Drafter,
+    cache: Cache,
+    documents: Sequence[Document],
+    max_new_tokens: int,
+) -> Proof:
+    """Decode the prompt of every document. They must hold one answer each, which `target` gave greedily in fp32."""
+    other_output, other_counts, tokens = [], [], 0
+    decoded, replayed = Acceptance(), Acceptance()
+    began = time.perf_counter()
+    bar = tqdm(documents, desc="decode", unit="prompt")
+    for document in bar:
+        if document.sampling["mode"] != "greedy" or document.dtype != "float32":
+            raise ValueError(
+                f"document {document.id} is {document.sampling['mode']} {document.dtype} text: the proof is for greedy "
+                "float32 text; generate it with generate.heldout_dtype=float32 and generate.temperature=0"
+            )
+        ids = cache.token_ids(document).tolist()
+        prompt_ids, answer_ids = ids[: document.prompt_length], ids[document.prompt_length :]
+        result = speculative_decode(target, drafter, prompt_ids, max_new_tokens, end_ids)
+        ranks = answer_ranks(drafter.heads, drafter.lm_head_MD, drafter.vocabulary, cache, [document])
+        expected = replay(ranks, drafter.tree)
+        tokens += len(result.answer_ids)
+        decoded, replayed = decoded + result.acceptance, replayed + expected
+        if result.answer_ids != answer_ids:
+            other_output.append(document.id)
+        elif result.acceptance != expected:
+            other_counts.append(document.id)
+        bar.set_postfix(acceptance=f"{decoded.length:.2f}", differing=len(other_output) + len(other_counts))
+    seconds = time.perf_counter() - began
+    return Proof(len(documents), tokens, other_output, other_counts, decoded, replayed, seconds)

@@ -1,0 +1,127 @@
+"""The folder that serving engines load: config.json and model.safetensors under vLLM's names.
+
+`medusa_choices` in the config holds the tree as rank paths, which vLLM ignores and the SGLang plugin reads. There are
+no lm_head tensors: engines share the target's own. `token_map` [M] int64 names the target token of each draft index
+when the heads rank a reduced vocabulary.
+
+`MODEL_NAMES` is the one name table, used in both directions.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.tree import Tree
+
+MODEL_NAMES = {
+    "heads.{head}.{layer}.linear.weight": "blocks.{head}.layers.{layer}.weight",
+    "heads.{head}.{layer}.linear.bias": "blocks.{head}.layers.{layer}.bias",
+}
+
+
+def rename(name: str, table: Mapping[str, str]) -> str:
+    """`name` under the table's other convention; ValueError for a name that the table does not hold."""
+    for ours, theirs in table.items():
+        pattern = re.escape(ours).replace(r"\{head\}", r"(?P<head>\d+)").replace(r"\{layer\}", r"(?P<layer>\d+)")
+        if match := re.fullmatch(pattern, name):
+            return theirs.format(**match.groupdict())
+    raise ValueError(f"tensor '{name}' has no place in this format; known names: {', '.join(table)}")
+
+
+@dataclass(frozen=True)
+class ServedHeads:
+    """What an export folder holds."""
+
+    heads: ResidualHeads
+    vocabulary: DraftVocabulary
+    tree: Tree
+    config: dict[str, Any]
+
+
+def export_heads(
+    folder: Path,
+    heads: nn.Module,
+    vocabulary: DraftVocabulary,
+    tree: Tree,
+    dtype: torch.dtype,
+    provenance: Mapping[str, Any],
+) -> ServedHeads:
+    """Write `folder`, read it again and compare every tensor bit for bit. Returns what was read.
+
+    `provenance` (target, revision, fingerprints, checkpoint, ...) goes into config.json under "medusa_k25".
+    """
+    if not isinstance(heads, ResidualHeads):
+        raise ValueError(f"this format holds residual heads only, got {type(heads).__name__}")
+    tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
+    reduced = len(vocabulary) < vocabulary.vocab_size
+    tensors = {
+        rename(name, MODEL_NAMES): tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in heads.state_dict().items()
+    }
+    if reduced:
+        tensors["token_map"] = vocabulary.token_ids_M
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": heads.hidden_size,
+        "vocab_size": vocabulary.vocab_size,
+        "truncated_vocab_size": len(vocabulary),
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_blocks,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "medusa_choices": [list(path) for path in tree.paths],
+        "medusa_k25": dict(provenance),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    # the config last and by rename: a folder with a config is a whole one
+    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
+    (folder / "config.json").unlink(missing_ok=True)
+    (folder / "model.safetensors.part").rename(folder / "model.safetensors")
+    (folder / "config.json.part").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json.part").rename(folder / "config.json")
+
+    served = load_served(folder)
+    for name, tensor in served.heads.state_dict().items():
+        if not torch.equal(tensor, tensors[rename(name, MODEL_NAMES)]):
+            raise OSError(f"{folder}: tensor '{name}' reads back differently from what was written; export again")
+    if served.tree != tree or not torch.equal(served.vocabulary.token_ids_M, vocabulary.token_ids_M):
+        raise OSError(f"{folder}: the tree or the draft vocabulary reads back differently; export again")
+    return served
+
+
+def load_served(folder: Path) -> ServedHeads:
+    """Read an export folder, strictly: every tensor must have its place and its shape, and the tree must fit."""
+    missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} is no export folder, it lacks {' and '.join(missing)}; run medusa_k25.export first")
+    config = json.loads((folder / "config.json").read_text())
+    try:
+        tensors = load_file(folder / "model.safetensors")
+    except SafetensorError as error:
+        raise ValueError(f"{folder / 'model.safetensors'} is damaged ({error}); run medusa_k25.export again") from None
+    vocab_size = config["vocab_size"]
+    token_map = tensors.pop("token_map", None)
+    vocabulary = DraftVocabulary(torch.arange(vocab_size) if token_map is None else token_map, vocab_size)
+    heads = ResidualHeads(config["hidden_size"], config["num_heads"], config["num_hidden_layers"])
+    heads = heads.to(getattr(torch, config["torch_dtype"]))
+    ours = {theirs: name for name, theirs in MODEL_NAMES.items()}
+    state: dict[str, Tensor] = {rename(name, ours): tensor for name, tensor in tensors.items()}
+    if absent := heads.state_dict().keys() - state.keys():
+        raise ValueError(
+            f"{folder / 'model.safetensors'} lacks {', '.join(sorted(absent))}; run medusa_k25.export again"
+        )
+    heads.load_state_dict(state)
+    tree = Tree(config["medusa_choices"])
+    tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
+    return ServedHeads(heads, vocabulary, tree, config)

@@ -1,0 +1,212 @@
+"""Train heads on a cache: python -m medusa_k25.train [+exp=NAME] [key=value ...]
+
+Letters: D hidden, V vocabulary, M draft vocabulary, K heads.
+"""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+from medusa_k25 import __version__
+from medusa_k25.cache import Cache
+from medusa_k25.callbacks import Checkpoints, MetricsTable, Speed
+from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
+from medusa_k25.config import verb
+from medusa_k25.data.datamodule import MedusaData
+from medusa_k25.data.windows import token_counts
+from medusa_k25.heads import DraftVocabulary
+from medusa_k25.module import MedusaModule
+from medusa_k25.report import update_report
+from medusa_k25.target import Target
+
+say = rank_zero_only(print)
+
+
+@dataclass(frozen=True)
+class Training:
+    module: MedusaModule
+    data: MedusaData
+    trainer: L.Trainer
+    checkpoints: Checkpoints
+    summary: str
+
+
+@verb("target", "data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy", "logger")
+def main(cfg: DictConfig) -> None:
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    make_missing_inputs(cfg, target)
+    cache = Cache.open(Path(cfg.cache), target)
+    run_dir = Path(cfg.run_dir)
+    claim(run_dir, cfg)
+    training = build(cfg, target, cache)
+    say(training.summary)
+
+    checkpoints = run_dir / "checkpoints"
+    last = find_checkpoint(checkpoints, "last") if complete_checkpoints(checkpoints) else None
+    if last is not None:
+        step = int(last.name.removeprefix("step-"))
+        if step >= cfg.trainer.max_steps:
+            say(f"{run_dir} is trained to step {step} already; raise trainer.max_steps to go on")
+            return
+        say(f"going on from {last}")
+        MetricsTable(run_dir).resume(step)
+    training.trainer.fit(
+        training.module,
+        datamodule=training.data,
+        ckpt_path=None if last is None else last / "trainer.ckpt",
+        weights_only=True,
+    )
+    if training.checkpoints.interrupted:
+        say(f"stopped at {find_checkpoint(checkpoints, 'last')}; the same command goes on from there")
+        raise KeyboardInterrupt
+    if training.trainer.is_global_zero:
+        best = load_heads(find_checkpoint(checkpoints, "best"))
+        metrics = best.record["metrics"]
+        update_report(run_dir, "train", {"checkpoint": str(best.path), "metrics": metrics})
+        print(
+            f"acceptance length on held-out text {metrics['heldout/acceptance_tree']:.3f} "
+            f"(tree of {cfg.num_nodes} nodes), {metrics['heldout/acceptance_chain']:.3f} (chain); wrote {best.path}"
+        )
+
+
+def make_missing_inputs(cfg: DictConfig, target: Target) -> None:
+    """Conversations and cache, where the configuration lets training make them; else say which command does."""
+    if (Path(cfg.cache) / "manifest.json").is_file():
+        return
+    if not cfg.make_missing_inputs:
+        raise ValueError(
+            f"no cache at {cfg.cache}. `python -m medusa_k25.generate` writes the target's own answers to "
+            f"{cfg.conversations}, `python -m medusa_k25.capture` turns them into a cache; or point cache= to one"
+        )
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        raise ValueError("the inputs are missing: run medusa_k25.generate and medusa_k25.capture before several ranks")
+    from medusa_k25.capture import capture
+    from medusa_k25.generate import generate
+
+    print(f"no cache at {cfg.cache}: making it first, from the target's own answers (generate, then capture)")
+    generate(cfg, target)
+    capture(cfg, target)
+
+
+def claim(run_dir: Path, cfg: DictConfig) -> None:
+    """Write config.yaml and code version into the run folder; ValueError when it holds another configuration's run."""
+    training = {key: cfg[key] for key in cfg if key not in ("checkpoint", "export", "evaluate", "decode")}
+    text = OmegaConf.to_yaml(OmegaConf.create(training), resolve=True)
+    text = text.replace(f"max_steps: {cfg.trainer.max_steps}\n", "") + f"# medusa_k25 {__version__}\n"
+    file = run_dir / "config.yaml"
+    if not file.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    elif file.read_text() != text:
+        old, new = file.read_text().splitlines(), text.splitlines()
+        differing = [line.strip() for line in new if line not in old] or [
+            line.strip() for line in old if line not in new
+        ]
+        raise ValueError(
+            f"{run_dir} holds a run of another configuration (now: {'; '.join(differing[:5])}); "
+            "choose another name=, or repeat that run's command to continue it"
+        )
+
+
+def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
+    """All objects of a training run, and the arithmetic that it depends on."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what a run needs to know, its summary says
+    # the states are read faster than they are used, see bench/cache_reader.py
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # it is: data.sampler resumes by itself
+    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
+    L.seed_everything(cfg.seed, verbose=False)
+    heads = instantiate(cfg.heads)(hidden_size=target.hidden_size)
+    data: MedusaData = instantiate(cfg.data)(cache=cache, num_heads=heads.num_heads)
+    counts_V = token_counts(cache, data.documents["train"])
+    vocabulary = DraftVocabulary.most_frequent(counts_V, cfg.draft_vocab_size)
+    dtype = torch.float32 if str(cfg.trainer.precision).startswith("32") else torch.bfloat16
+    module = MedusaModule(
+        heads,
+        vocabulary,
+        vocabulary.rows(target.lm_head).to(dtype),
+        instantiate(cfg.loss),
+        instantiate(cfg.optimizer),
+        instantiate(cfg.schedule),
+        cfg.num_nodes,
+        cfg.max_width,
+        cfg.trainer.log_every_n_steps,
+    )
+    record = {
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "quantisation": target.quantisation,
+            "fingerprints": target.fingerprints,
+        },
+        "cache_fingerprint": cache.fingerprint,
+        "code_version": __version__,
+        "config": OmegaConf.to_container(cfg, resolve=True),
+    }
+    checkpoints = Checkpoints(Path(cfg.run_dir) / "checkpoints", data, record)
+    devices = device_count(cfg.trainer)
+    trainer = instantiate(
+        cfg.trainer,
+        devices=devices,
+        strategy=instantiate(cfg.strategy)(
+            devices=devices, num_nodes=cfg.trainer.num_nodes, micro_batch=cfg.data.batch_size
+        ),
+        logger=instantiate(cfg.logger),
+        callbacks=[checkpoints, Speed()],
+        default_root_dir=cfg.run_dir,
+        enable_checkpointing=False,  # our own Checkpoints
+    )
+    coverage = vocabulary.coverage(counts_V)
+    return Training(module, data, trainer, checkpoints, summarise(cfg, target, module, data, devices, coverage))
+
+
+def device_count(trainer: Any) -> int:
+    """Devices a node: `auto` is every GPU, or one CPU process."""
+    if trainer.devices == "auto":
+        return max(1, torch.cuda.device_count()) if trainer.accelerator in ("auto", "gpu", "cuda") else 1
+    return int(trainer.devices)
+
+
+def summarise(
+    cfg: DictConfig, target: Target, module: MedusaModule, data: MedusaData, devices: int, coverage: float
+) -> str:
+    ranks = devices * cfg.trainer.num_nodes
+    accumulate = cfg.trainer.accumulate_grad_batches
+    windows_a_step = cfg.data.batch_size * ranks * accumulate
+    positions_a_step = windows_a_step * cfg.data.window
+    steps_an_epoch = len(data.windows) / windows_a_step
+    parameters = sum(parameter.numel() for parameter in module.heads.parameters())
+    documents = {split: len(documents) for split, documents in data.documents.items()}
+    M, D = module.lm_head_MD.shape
+    return "\n".join(
+        [
+            f"target      {target.name}: D={D:,}, V={target.vocab_size:,}",
+            f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states; "
+            f"documents {', '.join(f'{count} {split}' for split, count in documents.items())}",
+            f"heads       {type(module.heads).__name__}, K={module.heads.num_heads}: {parameters / 1e6:.2f} M parameters, "
+            f"{parameters * 16 / 1e6:.0f} MB with gradients and AdamW in fp32",
+            f"vocabulary  {M:,} of {target.vocab_size:,} tokens, {coverage:.1%} of the training text; "
+            f"frozen lm_head {module.lm_head_MD.nbytes / 1e6:.0f} MB",
+            f"step        {cfg.data.batch_size} windows x {cfg.data.window} positions x {ranks} ranks x {accumulate} "
+            f"accumulated = {positions_a_step:,} positions",
+            f"run         {cfg.trainer.max_steps} steps, {steps_an_epoch:.1f} an epoch: "
+            f"{cfg.trainer.max_steps / steps_an_epoch:.1f} epochs of {data.windows.num_positions:,} positions",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

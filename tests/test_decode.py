@@ -1,0 +1,147 @@
+"""The project's signature: decoding equals greedy text, and its counts equal replay's, to the integer."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_k25.data.windows import answers_of
+from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.loss import MedusaLoss
+from medusa_k25.replay import Acceptance, answer_ranks, replay
+from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode
+from medusa_k25.target import TargetModel
+from medusa_k25.tree import Tree
+from tests.tiny import NEW_TOKENS, cache_of, greedy_answer, random_prompts
+
+K = 3
+TREE = Tree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 2]])
+
+
+@pytest.fixture(scope="module", params=["tiny_llama", "tiny_k25"])
+def served(request, tmp_path_factory):
+    """(target, model, cache of greedy answers, end ids, heads fitted to that text)."""
+    target = request.getfixturevalue(request.param)
+    model = target.load_model(torch.float32)
+    end_ids = tuple(greedy_answer(model, random_prompts(1)[0], [])[10:11])  # so that answers end at different places
+    cache = cache_of(target, tmp_path_factory.mktemp(request.param) / "cache", num_documents=14, end_ids=end_ids)
+    assert {document.finish_reason for document in cache.documents} == {"stop", "length"}
+    return target, model, cache, end_ids, fitted_heads(target, cache)
+
+
+def fitted_heads(target, cache):
+    torch.manual_seed(0)
+    heads = ResidualHeads(target.hidden_size, num_heads=K)
+    lm_head = target.lm_head.float()
+    answers = [a for d in cache.documents for a in answers_of(cache, d, K)]
+    hidden_ND, future_NK = torch.cat([h for h, _ in answers]), torch.cat([f for _, f in answers])
+    labels_KN, loss = future_NK[:, 1:].T, MedusaLoss()
+    optimizer = torch.optim.Adam(heads.parameters(), lr=3e-2)
+    for _ in range(25):
+        total, _ = loss(heads(hidden_ND, future_NK[:, :-1]), lm_head, labels_KN, (labels_KN >= 0).sum(1))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    return heads
+
+
+def drafter_of(target, heads, tree, draft_size=None):
+    counts_V = torch.arange(target.vocab_size, 0, -1)
+    vocabulary = DraftVocabulary.most_frequent(counts_V, draft_size)
+    return Drafter(heads, vocabulary, vocabulary.rows(target.lm_head).float(), tree)
+
+
+@pytest.mark.parametrize("draft_size", [None, 300])
+@pytest.mark.parametrize("tree", [Tree([]), Tree.chain(K), TREE], ids=["plain", "chain", "tree"])
+def test_output_is_greedy_and_counts_are_replays(served, tree, draft_size):
+    target, model, cache, end_ids, heads = served
+    drafter = drafter_of(target, heads, tree, draft_size)
+    proof = prove(model, end_ids, drafter, cache, cache.documents, NEW_TOKENS)
+    assert proof.other_output == []
+    assert proof.other_counts == []
+    assert proof.decoded == proof.replayed
+    if tree is TREE:
+        assert proof.decoded.length > 1.3  # the equality would say little if nothing were accepted
+
+
+def test_proof_fails_when_decoding_differs(served):
+    """Another tree than replay's, and end ids that stop too early: both must be noticed."""
+    target, model, cache, end_ids, heads = served
+    drafter = drafter_of(target, heads, TREE)
+    document = max(cache.documents, key=lambda d: d.length - d.prompt_length)
+    third = int(cache.token_ids(document)[document.prompt_length + 3])
+    assert prove(model, [*end_ids, third], drafter, cache, [document], NEW_TOKENS).other_output == [document.id]
+    untrained = drafter_of(target, ResidualHeads(target.hidden_size, K), TREE)
+    ranks = answer_ranks(heads, drafter.lm_head_MD, drafter.vocabulary, cache, cache.documents)
+    proof = prove(model, end_ids, untrained, cache, cache.documents, NEW_TOKENS)
+    assert proof.holds
+    assert proof.decoded != replay(ranks, TREE)
+
+
+V, STEPS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def tiny_vocabulary():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.4,
+    )
+    return TargetModel(LlamaForCausalLM(config))
+
+
+def exact_distribution(model, prompt_ids, temperature, top_p):
+    """Probability of every answer of STEPS tokens."""
+    answers = torch.cartesian_prod(*[torch.arange(V)] * STEPS)
+    ids = torch.cat([torch.tensor(prompt_ids).expand(len(answers), -1), answers], dim=1)
+    logits = model.logits(model.hidden(ids))[:, len(prompt_ids) - 1 : -1] / temperature
+    probabilities = logits.softmax(-1)
+    ordered, order = probabilities.sort(descending=True)
+    ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
+    kept = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    kept = kept / kept.sum(-1, keepdim=True)
+    return kept.gather(-1, answers[..., None])[..., 0].prod(-1)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+@pytest.mark.parametrize("tree", [Tree.chain(2), Tree([[0], [1], [0, 0], [0, 1], [1, 0]])], ids=["chain", "tree"])
+def test_sampling_is_lossless(tiny_vocabulary, tree, temperature, top_p):
+    model, prompt_ids, samples = tiny_vocabulary, [1, 3, 2], 1000
+    torch.manual_seed(1)
+    vocabulary = DraftVocabulary(torch.arange(V), V)
+    drafter = Drafter(ResidualHeads(16, 2), vocabulary, model.model.lm_head.weight, tree)
+    choose = sampled(temperature, top_p, torch.Generator().manual_seed(2))
+    counts = torch.zeros(V**STEPS)
+    acceptance = Acceptance()
+    for _ in range(samples):
+        decoded = speculative_decode(model, drafter, prompt_ids, STEPS, [], choose)
+        counts[sum(token * V ** (STEPS - 1 - i) for i, token in enumerate(decoded.answer_ids))] += 1
+        acceptance += decoded.acceptance
+    expected = exact_distribution(model, prompt_ids, temperature, top_p) * samples
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    rest = ~likely & (expected > 0)
+    observed = torch.cat([counts[likely], counts[rest].sum()[None]]).double()
+    wanted = torch.cat([expected[likely], expected[rest].sum()[None]]).double()
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    assert chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+    assert acceptance.length > 1.05
+
+
+def test_impossible_sampling_is_refused():
+    with pytest.raises(ValueError, match="temperature > 0"):
+        sampled(0.0)
+    with pytest.raises(ValueError, match="top_p"):
+        sampled(1.0, 0.0)
+
+
+def test_a_tree_that_does_not_fit_the_heads_is_refused(tiny_vocabulary):
+    vocabulary = DraftVocabulary(torch.arange(V), V)
+    with pytest.raises(ValueError, match="2 heads"):
+        Drafter(ResidualHeads(16, 2), vocabulary, tiny_vocabulary.model.lm_head.weight, Tree.chain(3))

@@ -1,0 +1,230 @@
+"""Training on a miniature of Kimi-K2.5, in this process: what it prints is what replay and decoding give."""
+
+import csv
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from medusa_k25 import train as training
+from medusa_k25.acceptance import Evaluator
+from medusa_k25.checkpoint import find_checkpoint, load_heads
+from medusa_k25.config import compose
+from medusa_k25.data.labels import IGNORE
+from medusa_k25.data.windows import documents_of
+from medusa_k25.module import warmup_cosine
+from medusa_k25.replay import answer_ranks, replay
+from medusa_k25.tree import Tree
+from tests.tiny import cache_of
+
+
+@pytest.fixture(scope="module")
+def cache(tiny_k25, tmp_path_factory):
+    return cache_of(tiny_k25, tmp_path_factory.mktemp("training") / "cache", num_documents=60)
+
+
+@pytest.fixture
+def config(cache, tiny_k25, tmp_path):
+    """(overrides...) -> config of a short run in tmp_path/run"""
+
+    def make(*overrides):
+        return compose(
+            [
+                "target=tiny_k25",
+                f"target.home={tiny_k25.path.parent}",
+                f"cache={cache.path}",
+                f"run_dir={tmp_path / 'run'}",
+                "draft_vocab_size=300",
+                "trainer.max_steps=12",
+                "trainer.val_check_interval=5",
+                "trainer.log_every_n_steps=1",
+                "+trainer.enable_progress_bar=false",
+                "data.window=16",
+                "data.batch_size=4",
+                "optimizer.lr=0.01",
+                *overrides,
+            ]
+        )
+
+    return make
+
+
+def weights(run: Path, which: str = "last") -> dict[str, torch.Tensor]:
+    return load_heads(find_checkpoint(run / "checkpoints", which)).heads.state_dict()
+
+
+def metrics(run: Path) -> dict[tuple[int, str], float]:
+    with (run / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] != "train/positions_per_s"]
+    table = {(int(row["step"]), row["metric"]): float(row["value"]) for row in rows}
+    assert len(table) == len(rows), "a metric of a step is there twice"
+    return table
+
+
+def test_training_learns_and_prints_the_acceptance_that_replay_gives(config, cache, tiny_k25, tmp_path, capsys):
+    training.train(config())
+    run = tmp_path / "run"
+    out = capsys.readouterr().out
+    checkpoint = load_heads(find_checkpoint(run / "checkpoints", "best"))
+    lm_head_MD = checkpoint.vocabulary.rows(tiny_k25.lm_head).float()
+    tree = Tree(checkpoint.record["tree"])
+    for split in ("calibration", "heldout"):
+        ranks = answer_ranks(checkpoint.heads, lm_head_MD, checkpoint.vocabulary, cache, documents_of(cache, split))
+        assert checkpoint.record["metrics"][f"{split}/acceptance_tree"] == replay(ranks, tree).length
+        assert checkpoint.record["metrics"][f"{split}/acceptance_chain"] == replay(ranks, Tree.chain(4)).length
+    assert f"{checkpoint.record['metrics']['heldout/acceptance_tree']:.3f}" in out
+    table = metrics(run)
+    assert table[12, "train/loss_head1"] < table[1, "train/loss_head1"]
+    assert {step for step, metric in table if metric == "heldout/acceptance_tree"} == {5, 10, 12}
+    assert {path.name for path in (run / "checkpoints").iterdir()} <= {"step-000005", "step-000010", "step-000012"}
+    record = json.loads((checkpoint.path / "heads.json").read_text())
+    assert record["cache_fingerprint"] == cache.fingerprint
+    assert record["target"]["fingerprints"] == tiny_k25.fingerprints
+    assert record["config"]["seed"] == 1
+    assert (run / "config.yaml").exists()
+
+
+def test_the_first_loss_is_the_targets_own(config, cache, tiny_k25):
+    """At step 0 head k's logits are lm_head(h_t), so its loss is the cross-entropy of the target's own logits."""
+    built = training.build(config("+exp=smol_4heads", "target=tiny_k25"), tiny_k25, cache)
+    hidden_ND, future_NK = built.data.windows[0]
+    logits = hidden_ND @ built.module.lm_head_MD.T
+    labels_KN = built.module.vocabulary.to_draft(future_NK[:, 1:]).T
+    features_KND, _ = built.module.features_and_labels((hidden_ND, future_NK))
+    _, sum_K = built.module.loss(features_KND, built.module.lm_head_MD, labels_KN, torch.ones(4))
+    expected = [torch.nn.functional.cross_entropy(logits, y, ignore_index=IGNORE, reduction="sum") for y in labels_KN]
+    torch.testing.assert_close(sum_K, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+class StopAt(Callback):
+    """What a kill at a step leaves behind: nothing after it."""
+
+    def __init__(self, step: int, how: Callable[[], None]):
+        self.step, self.how = step, how
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if trainer.global_step == self.step:
+            self.how()
+
+
+class Killed(Exception):
+    pass
+
+
+def kill():
+    raise Killed
+
+
+def press_ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def with_callback(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
+    build = training.build
+
+    def build_with_callback(*args):
+        built = build(*args)
+        built.trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+        return built
+
+    monkeypatch.setattr(training, "build", build_with_callback)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(config, tmp_path, monkeypatch, workers):
+    """12 steps at once equal 5, a kill in step 8, and 7 more: weights bit for bit, and the same table of metrics."""
+    options = (f"data.num_workers={workers}", "data.window=8")
+    training.train(config(*options, f"run_dir={tmp_path / 'whole'}"))
+    with monkeypatch.context() as patch:
+        with_callback(patch, StopAt(8, kill))
+        with pytest.raises(Killed):
+            training.train(config(*options))
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000005"
+    training.train(config(*options))
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch, capsys):
+    training.train(config(f"run_dir={tmp_path / 'whole'}"))
+    with monkeypatch.context() as patch:
+        with_callback(patch, StopAt(7, press_ctrl_c))
+        with pytest.raises(KeyboardInterrupt):
+            training.train(config())
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000008"
+    training.train(config())
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_finished_run_is_left_alone_and_can_be_prolonged(config, tmp_path):
+    training.train(config())
+    before = weights(tmp_path / "run")
+    training.train(config())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(tmp_path / "run").values(), strict=True))
+    training.train(config("trainer.max_steps=14"))
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000014"
+
+
+def test_a_run_folder_of_another_configuration_is_refused(config):
+    training.train(config("trainer.max_steps=1"))
+    with pytest.raises(ValueError, match=r"another configuration .*lr: 0\.02.*another name="):
+        training.train(config("optimizer.lr=0.02"))
+
+
+def test_missing_inputs_name_the_commands_that_make_them(config, tmp_path):
+    with pytest.raises(ValueError, match=r"no cache at .*medusa_k25\.generate.*medusa_k25\.capture"):
+        training.train(config("make_missing_inputs=false", f"cache={tmp_path / 'none'}"))
+
+
+def test_a_cache_of_another_target_is_refused(config, tiny_llama, tmp_path):
+    other = cache_of(tiny_llama, tmp_path / "other", num_documents=3)
+    with pytest.raises(ValueError, match="was made with target tiny-llama"):
+        training.train(config(f"cache={other.path}"))
+
+
+def test_a_cache_without_a_split_is_refused(config, tiny_k25, tmp_path):
+    small = cache_of(tiny_k25, tmp_path / "small", num_documents=2)
+    with pytest.raises(ValueError, match="documents among 2; capture more conversations"):
+        training.train(config(f"cache={small.path}"))
+
+
+def test_checkpoints_hold_neither_lm_head_nor_anything_frozen(config, tmp_path, tiny_k25):
+    training.train(config("trainer.max_steps=2"))
+    state = torch.load(find_checkpoint(tmp_path / "run/checkpoints", "last") / "trainer.ckpt", weights_only=True)[
+        "state_dict"
+    ]
+    assert set(state) == {f"heads.heads.{k}.0.linear.{part}" for k in range(4) for part in ("weight", "bias")}
+
+
+def test_trained_heads_beat_untrained_ones_in_the_report(config, cache, tiny_k25, tmp_path):
+    training.train(config("trainer.max_steps=40"))
+    best = load_heads(find_checkpoint(tmp_path / "run/checkpoints", "best"))
+    untrained = type(best.heads)(tiny_k25.hidden_size)
+    lm_head_MD = best.vocabulary.rows(tiny_k25.lm_head).float()
+    evaluation = Evaluator([2, 5, 9], 8, 4).run(cache, best.heads, untrained, best.vocabulary, lm_head_MD)
+    trained, before = evaluation.row("heads, tree", 9), evaluation.row("untrained heads, tree", 9)
+    assert trained.every.length > before.every.length > 1
+    assert evaluation.row("heads, chain", 5).every.emitted == trained.every.emitted
+    for predictor in ("heads, tree", "n-gram lookup"):
+        lengths = [evaluation.row(predictor, n).every.length for n in (2, 5, 9)]
+        assert lengths == sorted(lengths)
+    assert all(head == sorted(head) for head in evaluation.accuracy_KR)
+
+
+def test_the_schedule_rises_and_falls():
+    factor = warmup_cosine(0.1, 0.05, max_steps=100)
+    assert [round(factor(step), 3) for step in (0, 9, 10, 55, 100, 200)] == [0.1, 1.0, 1.0, 0.525, 0.05, 0.05]
+    with pytest.raises(ValueError, match="warmup_fraction"):
+        warmup_cosine(1.5, 0.05, 100)
+
+
+def test_lightning_is_the_version_without_the_malicious_upload():
+    major, minor, patch = (int(part) for part in L.__version__.split(".")[:3])
+    assert (major, minor, patch) >= (2, 6, 4)

@@ -1,0 +1,66 @@
+"""The wheel, installed away from the checkout, carries conf/ and the prompts and runs."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """The command's output; it does not see the checkout through PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT, cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that has the wheel, and this environment's libraries but not its editable install."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, symlinks=True)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", paths))
+    run(*PIP, "--python", folder, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    # A path in a .pth file is appended to sys.path; the .pth files in that folder (an editable install) are not read.
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin" / "python"
+
+
+def test_the_wheel_carries_the_config_and_the_prompts(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for folder, inside in ((ROOT / "conf", "medusa_k25/conf"), (ROOT / "medusa_k25", "medusa_k25")):
+        for path in folder.rglob("*"):
+            if path.suffix in (".yaml", ".py", ".jsonl"):
+                assert f"{inside}/{path.relative_to(folder).as_posix()}" in names
+    assert {name.split("/")[0] for name in names} == {"medusa_k25", wheel.name.rsplit("-", 3)[0] + ".dist-info"}
+
+
+def test_the_installed_package_is_used_and_finds_its_config(python: Path, tmp_path: Path) -> None:
+    code = "import medusa_k25, medusa_k25.config as c; print(medusa_k25.__file__); print(c.conf_dir())"
+    for line in run(python, "-c", code, cwd=tmp_path).split():
+        assert Path(line).is_relative_to(python.parents[1])
+    assert "train" in run(python, "-m", "medusa_k25", cwd=tmp_path)
+
+
+def test_a_verb_of_the_installed_package_shows_its_help(python: Path, tmp_path: Path) -> None:
+    shown = run(python, "-m", "medusa_k25.train", "--help", cwd=tmp_path)
+    assert "exp: k25_4heads, smol_4heads" in shown
+    assert not list(tmp_path.iterdir())
