@@ -83,23 +83,28 @@ def mb_per_s(num_bytes: int, action: Callable[[], object]) -> float:
 def compare(path: Path, storage_dtype: str, hidden_size: int, gigabytes: float, window_mb: float, rounds: int) -> None:
     cache = write_cache(path, storage_dtype, hidden_size, gigabytes * 1e9)
     files = [cache.shard_path(shard) for shard in range(cache.num_shards)]
-    size = sum(file.stat().st_size for file in files)
     stored = STORAGE_DTYPES[storage_dtype]
+    sizes = {
+        "read_rows": cache.num_states * hidden_size * stored.itemsize,
+        "cat": sum(file.stat().st_size for file in files),  # with token ids, positions and masks
+    }
     rows = int(window_mb * 1e6 / (hidden_size * stored.itemsize))
     out = torch.zeros(rows, hidden_size, dtype=torch.float32 if stored == torch.float8_e4m3fn else stored)
     readers: dict[str, Callable[[], object]] = {
         "read_rows": lambda: read_windows(cache, rows, out),
         "cat": lambda: subprocess.run("cat -- * > /dev/null", shell=True, check=True, cwd=path / "shards"),
     }
-    print(f"{storage_dtype}: {size / 1e6:,.0f} MB in {len(files)} shards, windows of {rows} rows x {hidden_size}")
+    print(
+        f"{storage_dtype}: {sizes['cat'] / 1e6:,.0f} MB in {len(files)} shards, windows of {rows} rows x {hidden_size}"
+    )
     for name, reader in readers.items():
         drop_from_page_cache(files)
-        print(f"  cold       {name} {mb_per_s(size, reader):,.0f} MB/s")
+        print(f"  cold       {name} {mb_per_s(sizes[name], reader):,.0f} MB/s")
     before = anonymous_mb()
     speeds: dict[str, list[float]] = {name: [] for name in readers}
     for number in range(rounds):
         for name, reader in readers.items():
-            speeds[name].append(mb_per_s(size, reader))
+            speeds[name].append(mb_per_s(sizes[name], reader))
         print(f"  round {number + 1:2}   " + "  ".join(f"{name} {v[-1]:,.0f} MB/s" for name, v in speeds.items()))
     ratio = median(speeds["read_rows"]) / median(speeds["cat"])
     print(f"  ratio of medians {ratio:.2f}; RssAnon {before:.0f} MB before, {anonymous_mb():.0f} MB after", flush=True)

@@ -111,10 +111,16 @@ def seconds(run: Callable[[], None], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def in_fresh_process(method: str, shape: Shape, dtype: torch.dtype, threads: int) -> tuple[float, int]:
-    """(seconds, bytes) of one step; the bytes are the peak beyond the inputs (on the CPU: of the process, Linux only)."""
-    torch.set_num_threads(threads)
-    clock = time.process_time if threads == 1 else time.perf_counter
+def choose_clock(cpu_seconds: bool) -> Callable[[], float]:
+    if not cpu_seconds:
+        return time.perf_counter
+    torch.set_num_threads(1)  # threads that wait for each other would count as work
+    return time.process_time
+
+
+def in_fresh_process(method: str, shape: Shape, dtype: torch.dtype, cpu_seconds: bool) -> tuple[float, int]:
+    """(seconds, peak bytes beyond the inputs) of one step; on the CPU the peak is the process's, on Linux only."""
+    clock = choose_clock(cpu_seconds)
     step(method, Shape(K=1, N=1, D=8, V=16), dtype)()  # libraries load, threads start
     run = step(method, shape, dtype)
     if DEVICE == "cuda":
@@ -134,14 +140,14 @@ def status_bytes(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
 
 
-def report(shape: Shape, dtype: torch.dtype, rounds: int, threads: int) -> None:
-    clock = time.process_time if threads == 1 else time.perf_counter
+def report(shape: Shape, dtype: torch.dtype, rounds: int, cpu_seconds: bool) -> None:
+    clock = choose_clock(cpu_seconds)
     shapes = {method: replace(shape, K=1) if method == CHUNKED else shape for method in METHODS}
     times: dict[str, list[float]] = {}
     peaks = {}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for method in METHODS:
-            once, peaks[method] = pool.apply(in_fresh_process, (method, shapes[method], dtype, threads))
+            once, peaks[method] = pool.apply(in_fresh_process, (method, shapes[method], dtype, cpu_seconds))
             times[method] = [once] if method == CHUNKED else []
     runs = {method: step(method, shape, dtype) for method in METHODS if method != CHUNKED}
     for _ in range(rounds):
@@ -168,13 +174,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu-seconds", action="store_true", help="measure CPU seconds on one thread")
     arguments = parser.parse_args()
-    threads = 1 if arguments.cpu_seconds else torch.get_num_threads()
-    torch.set_num_threads(threads)
-    print(f"torch {torch.__version__} on {DEVICE}, {threads} threads, {'CPU' if threads == 1 else 'wall'} seconds")
+    if arguments.cpu_seconds and DEVICE == "cuda":
+        parser.error("--cpu-seconds says nothing about a GPU; leave it out, or hide the GPU with CUDA_VISIBLE_DEVICES=")
+    choose_clock(arguments.cpu_seconds)
+    print(f"torch {torch.__version__} on {DEVICE}, {torch.get_num_threads()} threads", end="")
+    print(", CPU seconds" if arguments.cpu_seconds else ", wall-clock seconds")
     fast_bf16 = matmul_dtype(torch.empty(0, device=DEVICE, dtype=torch.bfloat16)) == torch.bfloat16
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16) if fast_bf16 else (torch.float32,):
-            report(shape, dtype, arguments.rounds, threads)
+            report(shape, dtype, arguments.rounds, arguments.cpu_seconds)
 
 
 if __name__ == "__main__":

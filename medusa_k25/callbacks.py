@@ -14,6 +14,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
+from tqdm import tqdm
 
 from medusa_k25.checkpoint import drop_superseded, write_heads
 from medusa_k25.data.datamodule import Batch, MedusaData
@@ -85,11 +86,25 @@ def whole_state(trainer: L.Trainer, module: MedusaModule) -> dict[str, Any]:
     return module.heads.state_dict()
 
 
-class Speed(Callback):
-    """Positions trained a second over all ranks, validation and checkpoints left out."""
+class Progress(Callback):
+    """One bar for the whole run, with loss, replayed acceptance length and speed.
+
+    Speed: positions trained a second over all ranks, validation and checkpoints left out.
+    """
 
     def __init__(self) -> None:
         self.positions, self.seconds, self.began = 0, 0.0, 0.0
+        self.figures: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.bar = tqdm(
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            desc="train",
+            unit="step",
+            disable=None if trainer.is_global_zero else True,
+            smoothing=0,
+        )
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, index: int) -> None:
         self.began = time.perf_counter()
@@ -100,11 +115,26 @@ class Speed(Callback):
         assert isinstance(module, MedusaModule)
         self.positions += len(batch[0]) * trainer.world_size
         self.seconds += time.perf_counter() - self.began
+        self.bar.update(trainer.global_step - self.bar.n)
         if trainer.global_step % module.log_every == 0:
             speed = self.positions / self.seconds
-            module.log("positions_per_s", speed, prog_bar=True, logger=False, rank_zero_only=True)
             module.report({"train/positions_per_s": speed}, trainer.global_step)
             self.positions, self.seconds = 0, 0.0
+            self._show(loss=f"{float(outputs['loss']):.3f}", positions_per_s=f"{speed:,.0f}")
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, MedusaModule)
+        if trainer.state.fn == "fit":
+            metrics = module.validation_metrics
+            tree, chain = metrics["heldout/acceptance_tree"], metrics["heldout/acceptance_chain"]
+            self._show(tree=f"{tree:.3f}", chain=f"{chain:.3f}")
+
+    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.bar.close()
+
+    def _show(self, **figures: str) -> None:
+        self.figures |= figures
+        self.bar.set_postfix(self.figures)
 
 
 class MetricsTable(Logger):

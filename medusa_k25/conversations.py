@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ class Generator:
     """
 
     max_new_tokens: int = 96
-    batch_size: int = 64
+    batch_size: int = 128
     dtype: str = "auto"
     heldout_dtype: str = "float32"
     temperature: float = 0.0
@@ -255,20 +255,26 @@ class Generator:
         _append(out, failures)
 
         todo = sum(job.prompt.id not in done for job in jobs)
-        dtypes = " and ".join(dict.fromkeys(dtype_name(job.dtype) for job in jobs))
+        pending = [
+            batch
+            for dtype in dict.fromkeys(job.dtype for job in jobs)
+            for batch in self._batches([job for job in jobs if job.dtype == dtype])
+            if any(job.prompt.id not in done for job in batch)
+        ]
+        dtypes = " and ".join(dtype_name(dtype) for dtype in dict.fromkeys(batch[0].dtype for batch in pending))
         print(
-            f"{target.name} answers {todo} of {len(prompts)} prompts, {self.sampling['mode']}, in at most "
-            f"{self.max_new_tokens} tokens each; {dtypes} on {device}, {self.batch_size} prompts at a time"
+            f"{target.name} answers {todo} of {len(prompts)} prompts ({self.sampling['mode']}, at most "
+            f"{self.max_new_tokens} tokens each) in {len(pending)} batches; {dtypes} on {device}",
+            flush=True,
         )
         success = tokens = 0
-        with tqdm(total=todo, desc="generate", unit="prompt", smoothing=0) as bar:
-            for dtype in dict.fromkeys(job.dtype for job in jobs):
-                model = None
-                for batch in self._batches([job for job in jobs if job.dtype == dtype]):
-                    if all(job.prompt.id in done for job in batch):
-                        continue
-                    model = model or target.load_model(dtype, device)
-                    answers = self._decode(model, batch, target.end_ids)
+        most = sum(job.max_new_tokens for batch in pending for job in batch)
+        with tqdm(total=most, desc="generate", unit=" tok", smoothing=0, mininterval=1) as bar:
+            for dtype, batches in groupby(pending, key=lambda batch: batch[0].dtype):
+                model = target.load_model(dtype, device)
+                for batch in batches:
+                    answers = self._decode(model, batch, target.end_ids, bar)
+                    bar.total = most = most - sum(job.max_new_tokens for job in batch) + sum(map(len, answers))
                     rows = [
                         self._row(job, answer_ids, target.end_ids, tokenizer)
                         for job, answer_ids in zip(batch, answers, strict=True)
@@ -277,8 +283,7 @@ class Generator:
                     _append(out, rows)
                     success += len(rows)
                     tokens += sum(len(row["answer_ids"]) for row in rows)
-                    bar.update(len(rows))
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
+                del model  # before the next one is loaded
         report = GenerateReport(
             success, len(failures), len(prompts) - success - len(failures), tokens, time.perf_counter() - started
         )
@@ -320,13 +325,15 @@ class Generator:
             row = done.get(job.prompt.id)
             if row is None or "error" in row:
                 continue
-            expected = {"prompt_ids": job.prompt_ids, "sampling": self.sampling, "dtype": dtype_name(job.dtype)}
-            for key, value in expected.items():
-                if row[key] != value:
-                    raise ValueError(
-                        f"{out} holds an answer to {job.prompt.id!r} with {key} {row[key]}, this run has {value}; "
-                        "continue with the settings and prompts that the file was made with, or name another file"
-                    )
+            expected = {"sampling": self.sampling, "dtype": dtype_name(job.dtype)}
+            differing = [f"{key} {row[key]}, now {value}" for key, value in expected.items() if row[key] != value]
+            if row["prompt_ids"] != job.prompt_ids:
+                differing.append("another prompt or chat template")
+            if differing:
+                raise ValueError(
+                    f"{out} holds an answer to {job.prompt.id!r} that was made otherwise ({'; '.join(differing)}); "
+                    "continue with the settings and prompts that the file was made with, or name another file"
+                )
 
     def _batches(self, jobs: Sequence[_Job]) -> list[list[_Job]]:
         """Prompts of similar length together, so that little is padded; the longest first, so that memory runs out
@@ -335,7 +342,7 @@ class Generator:
         return [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
 
     @torch.inference_mode()
-    def _decode(self, model: TargetModel, batch: Sequence[_Job], end_ids: Sequence[int]) -> list[list[int]]:
+    def _decode(self, model: TargetModel, batch: Sequence[_Job], end_ids: Sequence[int], bar: tqdm) -> list[list[int]]:
         """The answers' token ids, end token included. Finished rows leave the batch.
 
         What all prompts start with (the system prompt) is read once. Columns: shared start, padding, rest, answer.
@@ -370,6 +377,7 @@ class Generator:
             next_B = self._choose(logits_BV, draws_BT[:, len(answers[running[0]])])
             for row, token in zip(running, next_B.tolist(), strict=True):
                 answers[row].append(token)
+            bar.update(len(running))
             keep = [
                 i
                 for i, row in enumerate(running)

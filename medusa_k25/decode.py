@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from medusa_k25.cache import Cache
 from medusa_k25.config import verb
 from medusa_k25.data.windows import documents_of
-from medusa_k25.report import update_report
+from medusa_k25.report import read_report, summary, update_report, write_page
 from medusa_k25.serving.decode import Drafter, prove
 from medusa_k25.serving.formats import load_served
 
@@ -29,7 +29,11 @@ def main(cfg: DictConfig) -> None:
         target.load_model(torch.float32), target.end_ids, drafter, cache, documents, cfg.generate.max_new_tokens
     )
     print(proof)
-    update_report(Path(cfg.run_dir), "decode", proof.as_json())
+    run_dir = Path(cfg.run_dir)
+    update_report(run_dir, "decode", proof.as_json())
+    if "evaluate" in read_report(run_dir):
+        write_page(run_dir)
+    print(f"\n{summary(run_dir)}")
     if not proof.holds:
         raise ValueError("decoding did not equal greedy text and replay; see the differences above")
 

@@ -4,6 +4,8 @@ Letters: K heads, N positions, D hidden, V vocabulary, M the (head, position) pa
 C vocabulary columns of a block.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -87,6 +89,7 @@ class _HeadSums(torch.autograd.Function):
         return gradient_KND * total_gradient, None, None, None, None
 
 
+@torch.no_grad()
 def _sums_and_gradient(
     features_KND: Tensor, lm_head_VD: Tensor, labels_KN: Tensor, weights_K: Tensor | None, rows: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -111,8 +114,9 @@ def _sums_and_gradient(
     loss = torch.zeros(K * N, device=device, dtype=torch.float32)
     gradient = torch.zeros_like(features) if weights_K is not None else features[:0]
     block = torch.empty(R * C, device=device, dtype=torch.float32)
-    low_block = torch.empty(R * C if dtype != torch.float32 else 0, device=device, dtype=dtype)
-    cast = torch.empty((C if dtype != lm_head_VD.dtype else 0, D), device=device, dtype=dtype)
+    fp32 = dtype == torch.float32
+    low_block = torch.empty(0 if fp32 else R * C, device=device, dtype=dtype)
+    cast_CD = torch.empty((0 if dtype == lm_head_VD.dtype else C, D), device=device, dtype=dtype)
 
     for start in range(0, M, R):
         pairs = pairs_M[start : start + R]
@@ -125,17 +129,16 @@ def _sums_and_gradient(
         others_RD = torch.zeros_like(gold_RD)  # the same, each times its row of lm_head
         for c in range(0, V, C):
             w_CD = lm_head_VD[c : c + C]
-            if cast.numel():
-                w_CD = cast[: len(w_CD)].copy_(w_CD)
-            shape = len(pairs), len(w_CD)
-            logits_RC = block[: shape[0] * shape[1]].view(shape)
-            low_RC = low_block[: shape[0] * shape[1]].view(shape) if low_block.numel() else logits_RC
+            if dtype != lm_head_VD.dtype:
+                w_CD = cast_CD[: len(w_CD)].copy_(w_CD)
+            size = len(pairs) * len(w_CD)
+            logits_RC = block[:size].view(len(pairs), -1)
+            low_RC = logits_RC if fp32 else low_block[:size].view(len(pairs), -1)
             torch.mm(x_RD, w_CD.T, out=low_RC)
-            if low_block.numel():
+            if not fp32:
                 logits_RC.copy_(low_RC)
-            column_R1 = y_R1 - c
-            inside_R1 = (column_R1 >= 0) & (column_R1 < shape[1])
-            column_R1 = column_R1.clamp(0, shape[1] - 1)
+            column_R1 = (y_R1 - c).clamp(0, len(w_CD) - 1)
+            inside_R1 = column_R1 == y_R1 - c
             logits_RC.scatter_(1, column_R1, logits_RC.gather(1, column_R1).masked_fill(inside_R1, -torch.inf))
 
             new_R1 = torch.maximum(max_R1, logits_RC.amax(dim=1, keepdim=True))
@@ -145,10 +148,10 @@ def _sums_and_gradient(
             others_R1.mul_(scale_R1).add_(logits_RC.sum(dim=1, keepdim=True))
             if weights_K is not None:
                 others_RD.mul_(scale_R1)
-                if low_block.numel():
-                    others_RD.add_(torch.mm(low_RC.copy_(logits_RC), w_CD))
-                else:
+                if fp32:
                     others_RD.addmm_(logits_RC, w_CD)
+                else:
+                    others_RD.add_(torch.mm(low_RC.copy_(logits_RC), w_CD))
         sum_R1 = others_R1 + (gold_R1 - max_R1).exp_()
         loss[pairs] = (max_R1 - gold_R1 + sum_R1.log()).squeeze(1)
         if weights_K is not None:
@@ -158,9 +161,10 @@ def _sums_and_gradient(
 
 
 def block_shape(pairs: int, vocab_size: int, device_type: str, rows: int | None = None) -> tuple[int, int]:
-    """(R, C): rows and vocabulary columns of a block of logits, both at least 1."""
-    R = max(1, min(rows or ROWS.get(device_type, ROWS["cuda"]), pairs))
-    return R, max(1, min(BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"]) // (4 * R), vocab_size))
+    """(R, C): rows (at most `rows`) and vocabulary columns of a block of logits, both at least 1."""
+    passes = math.ceil(pairs / (rows or ROWS[device_type]))
+    R = math.ceil(pairs / passes) if passes else 1  # equal shares: each pass reads all of lm_head
+    return R, max(1, min(BLOCK_BYTES[device_type] // (4 * R), vocab_size))
 
 
 def matmul_dtype(features: Tensor) -> torch.dtype:

@@ -25,15 +25,15 @@ def label_ranks(features_ND: Tensor, lm_head_VD: Tensor, labels_N: Tensor, rows:
         logits_NV = features_ND @ lm_head_VD.T
         rank = #(logit > label's logit) + #(logit == label's logit at a lower index)
 
-    Works on `rows` rows of logits at a time (None: as many as fit into BLOCK_BYTES). The logits have the dtype of the
-    loss (see loss.matmul_dtype); decoding must use the same for ranks and choices to agree. A NaN logit is a MISS.
+    Works on `rows` rows of logits at a time (None: as many as fit into BLOCK_BYTES, at least 64). The logits have the
+    dtype of loss.matmul_dtype (lm_head is cast once a call where its dtype differs); decoding must use the same for
+    ranks and choices to agree. A label whose logit is NaN is a MISS.
     """
     check_labels(labels_N, len(lm_head_VD))
     dtype = matmul_dtype(features_ND)
     lm_head_VD = lm_head_VD.to(dtype)
     V = len(lm_head_VD)
-    kind = features_ND.device.type
-    R = rows or max(64, BLOCK_BYTES.get(kind, BLOCK_BYTES["cuda"]) // (V * dtype.itemsize))
+    R = rows or max(64, BLOCK_BYTES[features_ND.device.type] // (V * dtype.itemsize))
     ranks_N = torch.full_like(labels_N, MISS, dtype=torch.int64)
     token_V = torch.arange(V, device=features_ND.device)
     pairs_M = (labels_N != IGNORE).nonzero().squeeze(1)

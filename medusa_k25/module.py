@@ -91,9 +91,7 @@ class MedusaModule(L.LightningModule):
             loss_K = (sum_K / count_K.clamp(min=1)).tolist()
             self.report({f"train/loss_head{k}": loss for k, loss in enumerate(loss_K, start=1)}, step)
         # each rank holds its share of the sum; the strategy averages gradients over ranks
-        loss = total * self.trainer.world_size
-        self.log("loss", self.trainer.strategy.reduce(loss.detach(), reduce_op="mean"), prog_bar=True, logger=False)
-        return loss
+        return total * self.trainer.world_size
 
     def report(self, metrics: dict[str, float], step: int) -> None:
         """To all loggers, past Lightning: its own count of steps is one off at validation, and after a resume."""
@@ -126,7 +124,6 @@ class MedusaModule(L.LightningModule):
                 metrics |= {f"{split}/top{top}_head{k}": value for top, value in enumerate(head, start=1)}
         self.validation_metrics = metrics
         self.report(metrics, self.trainer.global_step)
-        self.log("accept", metrics["heldout/acceptance_tree"], prog_bar=True, logger=False, rank_zero_only=True)
 
     def _from_all_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
         if self.trainer.world_size == 1:

@@ -30,23 +30,48 @@ def read_report(run_dir: Path) -> dict[str, Any]:
 
 
 def acceptance_table(evaluation: Evaluation) -> str:
-    """The evaluation as text: accuracy per head, then a line a predictor and size."""
-    lines = ["share of held-out labels among a head's best choices (a label it cannot draft is a miss)"]
-    lines.append("  head   " + "  ".join(f"top-{r}" for r in range(1, 6)))
+    """The evaluation as text: accuracy a head, then acceptance length a predictor and size."""
+    lines = [
+        "share of held-out labels among a head's best choices (a label that it cannot draft is a miss)",
+        f"{'head':<24}" + "".join(f"{f'top-{r}':>8}" for r in range(1, len(evaluation.accuracy_KR[0]) + 1)),
+    ]
     for k, shares in enumerate(evaluation.accuracy_KR, start=1):
-        lines.append(f"  {k:>4}   " + "  ".join(f"{share:.3f}" for share in shares))
-    lines.append("")
-    lines.append(
-        f"acceptance length on {evaluation.answers} held-out answers (tokens emitted a verify pass); "
-        f"{evaluation.loops} of them end in a repetition loop"
-    )
-    lines.append("  predictor              nodes   all     95% interval     without loops   passes saved")
-    for row in evaluation.rows:
-        low, high = row.interval
-        lines.append(
-            f"  {row.predictor:<22} {row.num_nodes:>5}   {row.every.length:.3f}   {low:.3f} to {high:.3f}   "
-            f"{row.without_loops.length:>13.3f}   {row.every.passes_saved:>12.1%}"
-        )
+        lines.append(f"{k:<24}" + "".join(f"{share:>8.3f}" for share in shares))
+
+    sizes = sorted({row.num_nodes for row in evaluation.rows})
+    predictors = list(dict.fromkeys(row.predictor for row in evaluation.rows))
+    cells = {(row.predictor, row.num_nodes): row for row in evaluation.rows}
+    for title, which in (
+        (f"all {evaluation.answers} held-out answers", lambda row: row.every),
+        (f"the {evaluation.answers - evaluation.loops} that do not end in a loop", lambda row: row.without_loops),
+    ):
+        lines += ["", f"acceptance length (tokens emitted a verify pass) on {title}"]
+        lines.append(f"{'nodes verified a pass':<24}" + "".join(f"{size:>8}" for size in sizes))
+        for predictor in predictors:
+            values = [cells.get((predictor, size)) for size in sizes]
+            lines.append(f"{predictor:<24}" + "".join(f"{which(row).length:>8.3f}" if row else " " * 8 for row in values))
+    return "\n".join(lines)
+
+
+def summary(run_dir: Path) -> str:
+    """The run in a few lines, from what the verbs left in report.json."""
+    report = read_report(run_dir)
+    lines = []
+    if "evaluate" in report and "export" in report:
+        nodes = report["export"]["nodes"]
+        top1 = ", ".join(f"{head[0]:.3f}" for head in report["evaluate"]["accuracy"])
+        lines.append(f"top-1 accuracy of heads 1 to {len(report['evaluate']['accuracy'])} on held-out text: {top1}")
+        for row in report["evaluate"]["rows"]:
+            if row["num_nodes"] == nodes and row["predictor"] in COLOURS:
+                low, high = row["interval"]
+                lines.append(
+                    f"acceptance length, {nodes} nodes, {row['predictor'] + ':':<22} {row['every']['length']:.3f} "
+                    f"({low:.3f} to {high:.3f}), {row['every']['passes_saved']:.1%} of the passes saved"
+                )
+    if "export" in report:
+        lines.append(f"exported heads: {report['export']['folder']}")
+    if (run_dir / "report.html").exists():
+        lines.append(f"report:         {run_dir / 'report.html'}")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
-from medusa_k25.callbacks import Checkpoints, MetricsTable, Speed
+from medusa_k25.callbacks import Checkpoints, MetricsTable, Progress
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.data.datamodule import MedusaData
@@ -125,6 +125,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
     """All objects of a training run, and the arithmetic that it depends on."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what a run needs to know, its summary says
     # the states are read faster than they are used, see bench/cache_reader.py
+    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 with torch 2.13
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     # it is: data.sampler resumes by itself
     warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
@@ -165,9 +166,10 @@ def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
             devices=devices, num_nodes=cfg.trainer.num_nodes, micro_batch=cfg.data.batch_size
         ),
         logger=instantiate(cfg.logger),
-        callbacks=[checkpoints, Speed()],
+        callbacks=[checkpoints, Progress()],
+        enable_progress_bar=False,  # our own Progress
         default_root_dir=cfg.run_dir,
-        enable_checkpointing=False,  # our own Checkpoints
+        enable_checkpointing=False,  # and Checkpoints
     )
     coverage = vocabulary.coverage(counts_V)
     return Training(module, data, trainer, checkpoints, summarise(cfg, target, module, data, devices, coverage))
@@ -196,7 +198,7 @@ def summarise(
             f"target      {target.name}: D={D:,}, V={target.vocab_size:,}",
             f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states; "
             f"documents {', '.join(f'{count} {split}' for split, count in documents.items())}",
-            f"heads       {type(module.heads).__name__}, K={module.heads.num_heads}: {parameters / 1e6:.2f} M parameters, "
+            f"heads       {module.heads.num_heads} x {type(module.heads).__name__}: {parameters / 1e6:.2f} M parameters, "
             f"{parameters * 16 / 1e6:.0f} MB with gradients and AdamW in fp32",
             f"vocabulary  {M:,} of {target.vocab_size:,} tokens, {coverage:.1%} of the training text; "
             f"frozen lm_head {module.lm_head_MD.nbytes / 1e6:.0f} MB",

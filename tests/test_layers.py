@@ -14,7 +14,7 @@ LAYERS = {
     "target": ["target", "target_builders", "conversations"],
     "cache": ["cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
-    "heads": ["heads", "heads.residual", "heads.vocabulary"],
+    "heads": ["heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance"],
     "serving": ["serving", "serving.formats", "serving.decode"],
     "training": ["module", "strategy", "checkpoint", "callbacks", "report"],

@@ -159,7 +159,7 @@ def test_without_gradients_only_the_loss_is_computed():
     with mock.patch.object(torch.Tensor, "addmm_", side_effect=AssertionError("a gradient was formed")):
         with torch.no_grad():
             under_no_grad = multi_head_cross_entropy(*arguments)
-        detached = multi_head_cross_entropy(arguments[0].detach(), *arguments[1:])
+        detached = multi_head_cross_entropy(arguments[0].detach(), arguments[1].requires_grad_(), *arguments[2:])
         with pytest.raises(AssertionError, match="a gradient was formed"):
             multi_head_cross_entropy(*arguments)
     for total, sum_K in (under_no_grad, detached):
@@ -215,6 +215,12 @@ def test_the_logits_of_a_batch_never_exist(function, exists):
         function(*arguments)[0].backward()
     assert (mode.largest >= N * V) == exists
     assert exists or 4 * mode.largest <= loss_module.BLOCK_BYTES["cpu"]
+
+
+@pytest.mark.parametrize(("pairs", "expected"), [(0, 1), (1, 1), (1024, 1024), (1025, 513), (5000, 1000)])
+def test_rows_are_shared_out_evenly(pairs, expected):
+    assert loss_module.block_shape(pairs, 100, "cpu") == (expected, 100)
+    assert loss_module.block_shape(pairs, 10**9, "cpu")[1] == loss_module.BLOCK_BYTES["cpu"] // (4 * expected)
 
 
 @pytest.mark.parametrize("label", [-1, 101, -101])

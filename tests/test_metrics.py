@@ -66,7 +66,7 @@ def test_labels_outside_the_vocabulary_are_refused():
 
 
 def test_accuracy_counts_unknown_tokens_as_misses_and_drops_positions_without_a_label():
-    ranks_KN = torch.tensor([[0, 1, 4, MISS, MISS], [2, 0, MISS, MISS, MISS]])
+    ranks_KN = torch.tensor([[0, 1, 4, MISS, 0], [2, 0, MISS, MISS, MISS]])
     counted_KN = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], dtype=torch.bool)
     hits_KS, count_K = top_accuracy(ranks_KN, counted_KN)
     assert hits_KS.tolist() == [[1, 2, 2, 2, 3], [1, 1, 2, 2, 2]]

@@ -43,7 +43,6 @@ def config(cache, tiny_k25, tmp_path):
                 "trainer.max_steps=12",
                 "trainer.val_check_interval=5",
                 "trainer.log_every_n_steps=1",
-                "+trainer.enable_progress_bar=false",
                 "data.window=16",
                 "data.batch_size=4",
                 "optimizer.lr=0.01",

@@ -1,5 +1,6 @@
 """The wheel, installed away from the checkout, carries conf/ and the prompts and runs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from zipfile import ZipFile
 
 import pytest
 
+from medusa_k25.target import Target
+from tests.tiny import cache_of
+
 ROOT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
@@ -17,6 +21,7 @@ PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 def run(*command: str | Path, cwd: Path) -> str:
     """The command's output; it does not see the checkout through PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["WANDB_MODE"] = "disabled"
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
@@ -64,3 +69,27 @@ def test_a_verb_of_the_installed_package_shows_its_help(python: Path, tmp_path: 
     shown = run(python, "-m", "medusa_k25.train", "--help", cwd=tmp_path)
     assert "exp: k25_4heads, smol_4heads" in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_the_installed_package_trains_the_k25_experiment_on_a_miniature(
+    python: Path, tmp_path: Path, tiny_k25: Target
+) -> None:
+    """+exp=k25_4heads with ZeRO-2 and W&B, whose target alone is replaced; then evaluate, export and decode."""
+    cache_of(tiny_k25, tmp_path / "cache", num_documents=40, end_ids=tiny_k25.end_ids)
+    common = [
+        "+exp=k25_4heads",
+        "target=tiny_k25",
+        f"target.home={tiny_k25.path.parent}",
+        "cache=cache",
+        "max_width=4",
+        "generate.max_new_tokens=24",
+    ]
+    shown = run(python, "-m", "medusa_k25.train", *common, "trainer.max_steps=3", "data.num_workers=0", cwd=tmp_path)
+    assert "acceptance length on held-out text" in shown
+    run_dir = tmp_path / "runs" / "k25_4heads"
+    assert (run_dir / "checkpoints" / "step-000003" / "trainer.ckpt").is_dir()  # DeepSpeed's are folders
+    for verb in ("evaluate", "export", "decode"):
+        shown = run(python, "-m", f"medusa_k25.{verb}", *common, cwd=tmp_path)
+    assert "answers equal greedy decoding token for token" in shown
+    assert {"train", "evaluate", "export", "decode"} <= set(json.loads((run_dir / "report.json").read_text()))
+    assert (run_dir / "report.html").stat().st_size > 10_000

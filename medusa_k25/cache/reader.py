@@ -54,8 +54,14 @@ class Cache:
         for file in sorted((path / "index").glob("*.jsonl")):
             content = file.read_bytes()
             digest.update(finished_lines(content))
-            for entry in read_index(file, content):
-                self._add_shard(entry)
+            for number, entry in enumerate(read_index(file, content), start=1):
+                try:
+                    self._add_shard(entry)
+                except (KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{file} line {number} does not describe a shard ({error!r}); "
+                        "restore the file, or remove the line to lose that shard"
+                    ) from None
         self.fingerprint = digest.hexdigest()  # identifies the content: the index holds a sha256 a shard
         self.num_tokens = sum(shard["tokens"] for shard in self._shards)
         self.num_states = sum(shard["states"] for shard in self._shards)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -83,7 +84,7 @@ class CacheWriter:
             folder.mkdir(parents=True, exist_ok=True)
         return cls(path, create_manifest(path, target, storage_dtype, engine), writer, shard_tokens)
 
-    def _lock_index(self) -> Any:
+    def _lock_index(self) -> FileIO:
         file = (self.path / "index" / f"{self.writer}.jsonl").open("ab+", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends

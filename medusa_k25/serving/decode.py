@@ -91,10 +91,11 @@ def speculative_decode(
         tokens = drafter.draft(hidden_D, answer[-1])
         past = len(prompt_ids) + len(answer) - 1  # the root itself is not in the cache yet
         hidden_nD = verify(target, drafter.tree, tokens, past, cache)
+        logits_nV = target.logits(hidden_nD)
 
         kept, accepted, node = [0], 0, 0
         while True:
-            answer.append(choose(target.logits(hidden_nD[node])))
+            answer.append(choose(logits_nV[node]))
             drafted = next((child for child in drafter.tree.children[node] if tokens[child] == answer[-1]), None)
             accepted += drafted is not None
             if drafted is None or answer[-1] in end_ids or len(answer) == max_new_tokens:
