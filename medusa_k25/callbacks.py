@@ -102,7 +102,7 @@ class Progress(Callback):
             initial=trainer.global_step,
             desc="train",
             unit="step",
-            disable=None if trainer.is_global_zero else True,
+            disable=not trainer.is_global_zero,
             smoothing=0,
         )
 

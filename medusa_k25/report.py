@@ -49,7 +49,9 @@ def acceptance_table(evaluation: Evaluation) -> str:
         lines.append(f"{'nodes verified a pass':<24}" + "".join(f"{size:>8}" for size in sizes))
         for predictor in predictors:
             values = [cells.get((predictor, size)) for size in sizes]
-            lines.append(f"{predictor:<24}" + "".join(f"{which(row).length:>8.3f}" if row else " " * 8 for row in values))
+            lines.append(
+                f"{predictor:<24}" + "".join(f"{which(row).length:>8.3f}" if row else " " * 8 for row in values)
+            )
     return "\n".join(lines)
 
 

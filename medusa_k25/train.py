@@ -46,11 +46,18 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(cfg: DictConfig) -> None:
+    missing = not (Path(cfg.cache) / "manifest.json").is_file()
+    if missing and not cfg.make_missing_inputs:
+        raise ValueError(
+            f"no cache at {cfg.cache}. `python -m medusa_k25.generate` writes the target's own answers to "
+            f"{cfg.conversations}, `python -m medusa_k25.capture` turns them into a cache; or point cache= to one"
+        )
     target = instantiate(cfg.target)
-    make_missing_inputs(cfg, target)
+    if missing:
+        make_inputs(cfg, target)
     cache = Cache.open(Path(cfg.cache), target)
     run_dir = Path(cfg.run_dir)
-    claim(run_dir, cfg)
+    claim(run_dir, cfg, target, cache)
     training = build(cfg, target, cache)
     say(training.summary)
 
@@ -82,15 +89,7 @@ def train(cfg: DictConfig) -> None:
         )
 
 
-def make_missing_inputs(cfg: DictConfig, target: Target) -> None:
-    """Conversations and cache, where the configuration lets training make them; else say which command does."""
-    if (Path(cfg.cache) / "manifest.json").is_file():
-        return
-    if not cfg.make_missing_inputs:
-        raise ValueError(
-            f"no cache at {cfg.cache}. `python -m medusa_k25.generate` writes the target's own answers to "
-            f"{cfg.conversations}, `python -m medusa_k25.capture` turns them into a cache; or point cache= to one"
-        )
+def make_inputs(cfg: DictConfig, target: Target) -> None:
     if int(os.environ.get("LOCAL_RANK", 0)):
         raise ValueError("the inputs are missing: run medusa_k25.generate and medusa_k25.capture before several ranks")
     from medusa_k25.capture import capture
@@ -101,22 +100,26 @@ def make_missing_inputs(cfg: DictConfig, target: Target) -> None:
     capture(cfg, target)
 
 
-def claim(run_dir: Path, cfg: DictConfig) -> None:
-    """Write config.yaml and code version into the run folder; ValueError when it holds another configuration's run."""
-    training = {key: cfg[key] for key in cfg if key not in ("checkpoint", "export", "evaluate", "decode")}
+def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
+    """Write config.yaml into the run folder; ValueError when the folder holds a run of something else."""
+    later = ("checkpoint", "evaluate", "export_dir", "export_dtype", "tree", "decode_prompts")  # other verbs' keys
+    training = {key: cfg[key] for key in cfg if key not in later}
     text = OmegaConf.to_yaml(OmegaConf.create(training), resolve=True)
-    text = text.replace(f"max_steps: {cfg.trainer.max_steps}\n", "") + f"# medusa_k25 {__version__}\n"
+    text = text.replace(f"max_steps: {cfg.trainer.max_steps}\n", "")  # a run may be prolonged
+    text = f"# medusa_k25 {__version__}, target {target.name} {target.revision}, cache {cache.fingerprint}\n{text}"
     file = run_dir / "config.yaml"
     if not file.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        part = file.with_name(f"config.{os.getpid()}.part")  # all ranks write the same
+        part.write_text(text)
+        part.rename(file)
     elif file.read_text() != text:
         old, new = file.read_text().splitlines(), text.splitlines()
         differing = [line.strip() for line in new if line not in old] or [
             line.strip() for line in old if line not in new
         ]
         raise ValueError(
-            f"{run_dir} holds a run of another configuration (now: {'; '.join(differing[:5])}); "
+            f"{run_dir} holds another run (this one differs in: {'; '.join(differing[:5])}); "
             "choose another name=, or repeat that run's command to continue it"
         )
 
@@ -171,7 +174,10 @@ def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
         default_root_dir=cfg.run_dir,
         enable_checkpointing=False,  # and Checkpoints
     )
-    coverage = vocabulary.coverage(counts_V)
+    coverage = {
+        "training": vocabulary.coverage(counts_V),
+        "calibration": vocabulary.coverage(token_counts(cache, data.documents["calibration"])),
+    }
     return Training(module, data, trainer, checkpoints, summarise(cfg, target, module, data, devices, coverage))
 
 
@@ -183,7 +189,7 @@ def device_count(trainer: Any) -> int:
 
 
 def summarise(
-    cfg: DictConfig, target: Target, module: MedusaModule, data: MedusaData, devices: int, coverage: float
+    cfg: DictConfig, target: Target, module: MedusaModule, data: MedusaData, devices: int, coverage: dict[str, float]
 ) -> str:
     ranks = devices * cfg.trainer.num_nodes
     accumulate = cfg.trainer.accumulate_grad_batches
@@ -193,14 +199,17 @@ def summarise(
     parameters = sum(parameter.numel() for parameter in module.heads.parameters())
     documents = {split: len(documents) for split, documents in data.documents.items()}
     M, D = module.lm_head_MD.shape
+    states_GB = data.cache.num_states * D * data.cache.storage_dtype.itemsize / 1e9
+    heads = f"{module.heads.num_heads} x {type(module.heads).__name__}"
     return "\n".join(
         [
             f"target      {target.name}: D={D:,}, V={target.vocab_size:,}",
-            f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states; "
-            f"documents {', '.join(f'{count} {split}' for split, count in documents.items())}",
-            f"heads       {module.heads.num_heads} x {type(module.heads).__name__}: {parameters / 1e6:.2f} M parameters, "
-            f"{parameters * 16 / 1e6:.0f} MB with gradients and AdamW in fp32",
-            f"vocabulary  {M:,} of {target.vocab_size:,} tokens, {coverage:.1%} of the training text; "
+            f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states in "
+            f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}",
+            f"heads       {heads}: {parameters / 1e6:.2f} M parameters, "
+            f"{parameters * 16 / 1e6:,.0f} MB with gradients and AdamW in fp32",
+            f"vocabulary  {M:,} of {target.vocab_size:,} tokens: "
+            f"{', '.join(f'{share:.1%} of the {text} text' for text, share in coverage.items())}; "
             f"frozen lm_head {module.lm_head_MD.nbytes / 1e6:.0f} MB",
             f"step        {cfg.data.batch_size} windows x {cfg.data.window} positions x {ranks} ranks x {accumulate} "
             f"accumulated = {positions_a_step:,} positions",

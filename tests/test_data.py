@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +85,15 @@ def test_resuming_with_other_ranks_replays_and_loses_nothing(first_world, second
         for i in batch
     ]
     assert sorted(seen + rest) == sorted(order)
+
+
+def test_fewer_samples_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="3 training samples for 4 ranks"):
+        batches(Position(), world_size=4, n=3)
+
+
+def test_seven_samples_on_two_ranks_end():
+    assert [len(batches(Position(), rank, 2, n=7, batch_size=2)) for rank in (0, 1)] == [2, 2]
 
 
 def test_epochs_differ_and_a_seed_repeats_them():

@@ -278,11 +278,32 @@ def test_other_settings_are_refused(llama: Target, tmp_path: Path, change: dict[
 
 @pytest.mark.parametrize(
     "setting",
-    [{"batch_size": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}],
+    [{"batch_size": 0}, {"workers": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}],
 )
 def test_impossible_settings_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         Generator(**setting)  # type: ignore[arg-type]
+
+
+def test_an_error_stops_the_other_batches(llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or Ctrl-C ends the run at once, not after all batches; the number of threads is as before."""
+    threads, steps = torch.get_num_threads(), []
+
+    def failing_append(path: Path, rows: list[object]) -> None:
+        if rows:
+            raise KeyboardInterrupt
+
+    def counting_choose(self: Generator, logits_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
+        steps.append(1)
+        return logits_BV.argmax(-1)
+
+    monkeypatch.setattr(conversations, "_append", failing_append)
+    monkeypatch.setattr(Generator, "_choose", counting_choose)
+    endless = dataclasses.replace(llama, end_ids=())
+    with pytest.raises(KeyboardInterrupt):
+        Generator(max_new_tokens=20, batch_size=1).run(endless, load_prompts("package")[:40], tmp_path / "c.jsonl")
+    assert len(steps) < 40 * 20 / 4
+    assert torch.get_num_threads() == threads
 
 
 def test_an_unknown_dtype_is_refused(llama: Target, tmp_path: Path) -> None:

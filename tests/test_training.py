@@ -173,7 +173,7 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(config, tmp_path):
 
 def test_a_run_folder_of_another_configuration_is_refused(config):
     training.train(config("trainer.max_steps=1"))
-    with pytest.raises(ValueError, match=r"another configuration .*lr: 0\.02.*another name="):
+    with pytest.raises(ValueError, match=r"another run .*lr: 0\.02.*another name="):
         training.train(config("optimizer.lr=0.02"))
 
 
