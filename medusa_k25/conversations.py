@@ -217,7 +217,7 @@ class Generator:
     ends with the same text as one that was not, also where rounding depends on a batch's company.
     """
 
-    max_new_tokens: int = 80
+    max_new_tokens: int = 64
     batch_size: int = 64
     workers: int = 2
     dtype: str = "auto"

@@ -1,4 +1,4 @@
-"""The target's own answers to prompts: python -m medusa_k25.generate [prompts=FILE] [generate.max_new_tokens=96]"""
+"""The target's own answers to prompts: python -m medusa_k25.generate [prompts=FILE] [generate.max_new_tokens=64]"""
 
 from dataclasses import asdict
 from pathlib import Path
