@@ -34,14 +34,21 @@ class Checkpoints(Callback):
     def __init__(self, folder: Path, data: MedusaData, record: Mapping[str, Any]):
         self.folder, self.data, self.record = folder, data, record
         self.interrupted = False
+        self.handler: Any = signal.getsignal(signal.SIGINT)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        def first_interrupt(*_: Any) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, before)
-            say("\ninterrupted: ending this step, then validation and a checkpoint (Ctrl-C again: stop now)")
+        self.handler = signal.signal(signal.SIGINT, self._first_interrupt)
 
-        before = signal.signal(signal.SIGINT, first_interrupt)
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        signal.signal(signal.SIGINT, self.handler)
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        signal.signal(signal.SIGINT, self.handler)
+
+    def _first_interrupt(self, *_: Any) -> None:
+        self.interrupted = True
+        signal.signal(signal.SIGINT, self.handler)
+        say("\ninterrupted: ending this step, then validation and a checkpoint (Ctrl-C again: stop now)")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         self.data.advance()

@@ -47,7 +47,7 @@ VERBS = {
     "capture": "conversations + target -> a cache of hidden states",
     "train": "a cache -> checkpoints and metrics",
     "evaluate": "a checkpoint + a cache -> acceptance report and the best trees",
-    "export": "a checkpoint + a tree -> a folder that serving engines load",
+    "export": "a checkpoint + a tree -> the folder to serve from",
     "decode": "an export + held-out prompts -> proof that output and counts are those of greedy text and replay",
 }
 

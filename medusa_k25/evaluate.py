@@ -5,12 +5,14 @@ python -m medusa_k25.evaluate [checkpoint=best|last|FOLDER]
 
 from pathlib import Path
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from medusa_k25.cache import Cache
 from medusa_k25.checkpoint import arguments_of, find_checkpoint, load_heads
 from medusa_k25.config import verb
+from medusa_k25.conversations import default_device
 from medusa_k25.report import acceptance_table, update_report, write_page
 
 
@@ -21,9 +23,11 @@ def main(cfg: DictConfig) -> None:
     run_dir = Path(cfg.run_dir)
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
     checkpoint.refuse_other_target(target)
-    lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).float()
-    untrained = type(checkpoint.heads)(**arguments_of(checkpoint.heads))
-    evaluation = instantiate(cfg.evaluate).run(cache, checkpoint.heads, untrained, checkpoint.vocabulary, lm_head_MD)
+    device = default_device()
+    lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
+    heads = checkpoint.heads.to(device)
+    untrained = type(heads)(**arguments_of(heads)).to(device)
+    evaluation = instantiate(cfg.evaluate).run(cache, heads, untrained, checkpoint.vocabulary, lm_head_MD)
     print(acceptance_table(evaluation))
     update_report(run_dir, "evaluate", {"checkpoint": str(checkpoint.path)} | evaluation.as_json())
     print(f"wrote {write_page(run_dir)}")

@@ -1,4 +1,4 @@
-"""A folder that serving engines load.
+"""The folder to serve from: heads, draft vocabulary and tree under vLLM's names.
 
 python -m medusa_k25.export [checkpoint=best] [num_nodes=9] [tree=[[0],[0,0],[1]]] [export_dir=FOLDER]
 """

@@ -1,7 +1,7 @@
-"""The folder that serving engines load: config.json and model.safetensors under vLLM's names.
+"""The folder to serve from: config.json and model.safetensors under vLLM's names, without lm_head tensors.
 
-`medusa_choices` in the config holds the tree as rank paths, which vLLM ignores and the SGLang plugin reads. There are
-no lm_head tensors: engines share the target's own. `token_map` [M] int64 names the target token of each draft index
+The server shares the target's own lm_head; `medusa_choices` in the config holds the tree as rank paths. (vLLM itself
+takes neither a tree nor, so far, heads without a copy of lm_head.) `token_map` [M] int64 names the target token of each draft index
 when the heads rank a reduced vocabulary.
 
 `MODEL_NAMES` is the one name table, used in both directions.
