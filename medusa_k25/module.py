@@ -90,8 +90,8 @@ class MedusaModule(L.LightningModule):
             sum_K = self.trainer.strategy.reduce(sum_K, reduce_op="sum")
             loss_K = (sum_K / count_K.clamp(min=1)).tolist()
             self.report({f"train/loss_head{k}": loss for k, loss in enumerate(loss_K, start=1)}, step)
-        # each rank holds its share of the sum; the strategy averages gradients over ranks. Accumulated micro-batches are
-        # averaged too, so there a label in a batch of few counts for more
+        # Each rank holds its share of the sum; the strategy averages gradients over ranks. Accumulated micro-batches
+        # are averaged too: there a label in a batch of few counts for more.
         return total * self.trainer.world_size
 
     def report(self, metrics: dict[str, float], step: int) -> None:

@@ -1,8 +1,8 @@
 """The folder to serve from: config.json and model.safetensors under vLLM's names, without lm_head tensors.
 
 The server shares the target's own lm_head; `medusa_choices` in the config holds the tree as rank paths. (vLLM itself
-takes neither a tree nor, so far, heads without a copy of lm_head.) `token_map` [M] int64 names the target token of each draft index
-when the heads rank a reduced vocabulary.
+takes neither a tree nor, so far, heads without a copy of lm_head.) When the heads rank a reduced vocabulary,
+`token_map` int64 [M] names the target token of each draft index.
 
 `MODEL_NAMES` is the one name table, used in both directions.
 """
