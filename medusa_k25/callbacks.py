@@ -195,12 +195,14 @@ def build_loggers(run_dir: str, name: str, wandb_project: str | None) -> list[Lo
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
-    if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
+    offline = not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False)
+    if offline:
         say("no W&B key found: logging offline; `wandb login`, then `wandb sync` uploads the run")
-        os.environ["WANDB_MODE"] = "offline"
+    # not offline=: Lightning sets a mode for it that newer versions of wandb do not know
+    mode: Any = {"mode": "offline"} if offline else {}
     # a fixed id: the same run goes on after a resume
     run_id = hashlib.sha256(str(Path(run_dir).absolute()).encode()).hexdigest()[:12]
-    logger = WandbLogger(project=wandb_project, name=name, id=run_id, resume="allow", save_dir=run_dir)
+    logger = WandbLogger(project=wandb_project, name=name, id=run_id, resume="allow", save_dir=run_dir, **mode)
     return [table, logger]
 
 

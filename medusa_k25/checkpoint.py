@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from medusa_k25.heads import HEADS, DraftVocabulary, Heads
@@ -53,7 +53,8 @@ def write_heads(
     kind = next(name for name, kind in HEADS.items() if kind is type(heads))
     arguments = arguments_of(heads)
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
-    save_file({**tensors, "draft_vocabulary": vocabulary.token_ids_M}, folder / "heads.safetensors")
+    # not save_file: its files are readable by their owner alone
+    (folder / "heads.safetensors").write_bytes(save({**tensors, "draft_vocabulary": vocabulary.token_ids_M}))
     written = {"format_version": 1, "heads": {"type": kind, **arguments}, "vocab_size": vocabulary.vocab_size, **record}
     (folder / "heads.json").write_text(json.dumps(written, indent=2) + "\n")
 
@@ -63,12 +64,13 @@ def load_heads(folder: Path) -> HeadsCheckpoint:
     try:
         record = json.loads((folder / "heads.json").read_text())
         tensors = load_file(folder / "heads.safetensors")
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} holds no readable heads ({error}); choose another checkpoint") from None
-    arguments = dict(record["heads"])
-    heads = HEADS[arguments.pop("type")](**arguments)
-    vocabulary = DraftVocabulary(tensors.pop("draft_vocabulary"), record["vocab_size"])
-    heads.load_state_dict(tensors)
+        arguments = dict(record["heads"])
+        heads = HEADS[arguments.pop("type")](**arguments)
+        vocabulary = DraftVocabulary(tensors.pop("draft_vocabulary"), record["vocab_size"])
+        heads.load_state_dict(tensors)
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} holds no readable heads ({reason}); choose another checkpoint") from None
     return HeadsCheckpoint(folder, heads.eval(), vocabulary, record)
 
 
@@ -77,8 +79,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step-*/heads.json") if path.parent.suffix != ".part")
 
 
-def find_checkpoint(folder: Path, which: str) -> Path:
+def find_checkpoint(folder: Path, which: str | int) -> Path:
     """`which`: "best" (by acceptance length on calibration text), "last", a step number, or a checkpoint's path."""
+    which = str(which)  # a step comes as an int from the command line
     if Path(which).is_dir():
         return Path(which)
     paths = complete_checkpoints(folder)

@@ -331,6 +331,8 @@ class Generator:
                 continue
             expected = {"sampling": self.sampling, "dtype": dtype_name(job.dtype)}
             differing = [f"{key} {row[key]}, now {value}" for key, value in expected.items() if row[key] != value]
+            if row["finish_reason"] == "length" and len(row["answer_ids"]) != job.max_new_tokens:
+                differing.append(f"at most {len(row['answer_ids'])} tokens, now {job.max_new_tokens}")
             if row["prompt_ids"] != job.prompt_ids:
                 differing.append("another prompt or chat template")
             if differing:

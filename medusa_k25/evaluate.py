@@ -1,6 +1,6 @@
 """What a checkpoint accepts on held-out text, and in which tree.
 
-python -m medusa_k25.evaluate [checkpoint=best|last|FOLDER]
+python -m medusa_k25.evaluate [checkpoint=best|last|STEP|FOLDER]
 """
 
 from pathlib import Path

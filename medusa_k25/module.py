@@ -65,6 +65,8 @@ class MedusaModule(L.LightningModule):
         log_every: int,
     ):
         super().__init__()
+        if num_nodes < 2 or max_width < 1:
+            raise ValueError(f"expected num_nodes >= 2 and max_width >= 1, got {num_nodes} and {max_width}")
         self.heads, self.vocabulary, self.loss = heads, vocabulary, loss
         self.register_buffer("lm_head_MD", lm_head_MD, persistent=False)
         self.optimizer, self.schedule = optimizer, schedule

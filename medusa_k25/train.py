@@ -57,11 +57,11 @@ def train(cfg: DictConfig) -> None:
         make_inputs(cfg, target)
     cache = Cache.open(Path(cfg.cache), target)
     run_dir = Path(cfg.run_dir)
-    claim(run_dir, cfg, target, cache)
+    checkpoints = run_dir / "checkpoints"
     training = build(cfg, target, cache)
+    claim(run_dir, cfg, target, cache)
     say(training.summary)
 
-    checkpoints = run_dir / "checkpoints"
     last = find_checkpoint(checkpoints, "last") if complete_checkpoints(checkpoints) else None
     if last is not None:
         step = int(last.name.removeprefix("step-"))
@@ -85,7 +85,8 @@ def train(cfg: DictConfig) -> None:
         update_report(run_dir, "train", {"checkpoint": str(best.path), "metrics": metrics})
         print(
             f"acceptance length on held-out text {metrics['heldout/acceptance_tree']:.3f} "
-            f"(tree of {cfg.num_nodes} nodes), {metrics['heldout/acceptance_chain']:.3f} (chain); wrote {best.path}"
+            f"(tree of {cfg.num_nodes} nodes), {metrics['heldout/acceptance_chain']:.3f} (chain); "
+            f"best checkpoint: {best.path}"
         )
 
 
@@ -101,14 +102,14 @@ def make_inputs(cfg: DictConfig, target: Target) -> None:
 
 
 def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
-    """Write config.yaml into the run folder; ValueError when the folder holds a run of something else."""
+    """Write config.yaml into the run folder; ValueError when the folder holds checkpoints of something else."""
     later = ("checkpoint", "evaluate", "export_dir", "export_dtype", "tree", "decode_prompts")  # other verbs' keys
     training = {key: cfg[key] for key in cfg if key not in later}
     text = OmegaConf.to_yaml(OmegaConf.create(training), resolve=True)
     text = text.replace(f"max_steps: {cfg.trainer.max_steps}\n", "")  # a run may be prolonged
     text = f"# medusa_k25 {__version__}, target {target.name} {target.revision}, cache {cache.fingerprint}\n{text}"
     file = run_dir / "config.yaml"
-    if not file.exists():
+    if not file.exists() or not complete_checkpoints(run_dir / "checkpoints"):
         run_dir.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"config.{os.getpid()}.part")  # all ranks write the same
         part.write_text(text)
@@ -129,6 +130,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what a run needs to know, its summary says
     # the states are read faster than they are used, see bench/cache_reader.py
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 with torch 2.13
+    warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     # it is: data.sampler resumes by itself
     warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")

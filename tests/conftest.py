@@ -6,6 +6,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+# the models are tiny: a second thread would only wait for the first, on a busy machine for long
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

@@ -136,7 +136,7 @@ def test_checkpoints_are_found_by_name_score_step_and_path(tmp_path):
     (tmp_path / "step-003000").mkdir()  # half-written: no heads.json
     assert find_checkpoint(tmp_path, "best") == paths[200]
     assert find_checkpoint(tmp_path, "last") == paths[1000]
-    assert find_checkpoint(tmp_path, "100") == paths[100]
+    assert find_checkpoint(tmp_path, "100") == find_checkpoint(tmp_path, 100) == paths[100]
     assert find_checkpoint(tmp_path, str(paths[100])) == paths[100]
     with pytest.raises(ValueError, match="one of the steps 100, 200, 1000"):
         find_checkpoint(tmp_path, "300")
@@ -146,6 +146,20 @@ def test_checkpoints_are_found_by_name_score_step_and_path(tmp_path):
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
     path = checkpoint_at(tmp_path, 5, 1.5)
+    record = (path / "heads.json").read_text()
+    for damaged in ("{}", record[:-9], record.replace('"num_heads": 3', '"num_heads": 2')):
+        (path / "heads.json").write_text(damaged)
+        with pytest.raises(ValueError, match="holds no readable heads"):
+            load_heads(path)
+    (path / "heads.json").write_text(record)
     (path / "heads.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="holds no readable heads"):
         load_heads(path)
+
+
+def test_other_users_can_read_what_is_written(tmp_path):
+    export_heads(tmp_path / "export", random_heads(), VOCABULARY, TREE, torch.float32, {})
+    usual = tmp_path / "usual"
+    usual.touch()
+    for file in (tmp_path / "export/model.safetensors", checkpoint_at(tmp_path, 5, 1.5) / "heads.safetensors"):
+        assert file.stat().st_mode == usual.stat().st_mode

@@ -177,6 +177,24 @@ def test_a_run_folder_of_another_configuration_is_refused(config):
         training.train(config("optimizer.lr=0.02"))
 
 
+def test_a_refused_command_leaves_the_run_folder_free(config):
+    with pytest.raises(ValueError, match="draft_vocab_size=9999"):
+        training.train(config("draft_vocab_size=9999"))
+    with pytest.raises(ValueError, match="max_width >= 1"):
+        training.train(config("max_width=0"))
+    training.train(config("trainer.max_steps=1"))
+
+
+def test_without_a_key_wandb_logs_offline(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    training.train(config("logger=wandb", "trainer.max_steps=1"))
+    assert "no W&B key found: logging offline" in capsys.readouterr().out
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
 def test_missing_inputs_name_the_commands_that_make_them(config, tmp_path):
     with pytest.raises(ValueError, match=r"no cache at .*medusa_k25\.generate.*medusa_k25\.capture"):
         training.train(config("make_missing_inputs=false", f"cache={tmp_path / 'none'}"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
@@ -85,7 +85,8 @@ def export_heads(
     }
     folder.mkdir(parents=True, exist_ok=True)
     # the config last and by rename: a folder with a config is a whole one
-    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
+    # (not save_file: its files are readable by their owner alone, and a server may be another user)
+    (folder / "model.safetensors.part").write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").unlink(missing_ok=True)
     (folder / "model.safetensors.part").rename(folder / "model.safetensors")
     (folder / "config.json.part").write_text(json.dumps(config, indent=2) + "\n")
