@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -362,9 +363,14 @@ def test_full_error_shows_the_traceback_of_a_user_error(toy: Path) -> None:
 
 
 def test_ctrl_c_ends_with_a_notice(toy: Path) -> None:
-    command = [sys.executable, "-m", "toy", "action=wait"]
     with subprocess.Popen(
-        command, env=toy_environment(toy), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "toy", "action=wait"],
+        env=toy_environment(toy),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background ignores SIGINT, and its children would inherit that
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         while process.stdout.readline() != "waiting\n":
