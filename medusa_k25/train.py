@@ -25,7 +25,7 @@ from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.windows import token_counts
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.module import MedusaModule
-from medusa_k25.report import update_report
+from medusa_k25.report import read_report, update_report
 from medusa_k25.target import Target
 
 say = rank_zero_only(print)
@@ -53,10 +53,12 @@ def train(cfg: DictConfig) -> None:
             f"{cfg.conversations}, `python -m medusa_k25.capture` turns them into a cache; or point cache= to one"
         )
     target = instantiate(cfg.target)
-    if missing:
+    run_dir = Path(cfg.run_dir)
+    # a capture that ended has its section in report.json; a killed one leaves part of a cache
+    killed = Path(cfg.cache).is_relative_to(run_dir) and "capture" not in read_report(run_dir)
+    if missing or (cfg.make_missing_inputs and killed and Path(cfg.conversations).exists()):
         make_inputs(cfg, target)
     cache = Cache.open(Path(cfg.cache), target)
-    run_dir = Path(cfg.run_dir)
     checkpoints = run_dir / "checkpoints"
     training = build(cfg, target, cache)
     claim(run_dir, cfg, target, cache)
@@ -96,7 +98,7 @@ def make_inputs(cfg: DictConfig, target: Target) -> None:
     from medusa_k25.capture import capture
     from medusa_k25.generate import generate
 
-    print(f"no cache at {cfg.cache}: making it first, from the target's own answers (generate, then capture)")
+    print(f"no whole cache at {cfg.cache}: making it first, from the target's own answers (generate, then capture)")
     generate(cfg, target)
     capture(cfg, target)
 

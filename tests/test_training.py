@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import documents_of
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
+from medusa_k25.report import update_report
 from medusa_k25.tree import Tree
 from tests.tiny import cache_of
 
@@ -193,6 +195,22 @@ def test_without_a_key_wandb_logs_offline(config, tmp_path, monkeypatch, capsys)
     training.train(config("logger=wandb", "trainer.max_steps=1"))
     assert "no W&B key found: logging offline" in capsys.readouterr().out
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_killed_capture_is_finished_before_training(config, cache, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(cache.path, run / "cache")
+    made = []
+    monkeypatch.setattr(training, "make_inputs", lambda cfg, target: made.append(cfg.cache))
+    overrides = (f"cache={run / 'cache'}", f"conversations={run / 'conversations.jsonl'}", "trainer.max_steps=1")
+    training.train(config(*overrides))  # a cache without conversations was brought along
+    assert made == []
+    (run / "conversations.jsonl").touch()
+    training.train(config(*overrides))
+    assert made == [str(run / "cache")]
+    update_report(run, "capture", {})
+    training.train(config(*overrides))
+    assert len(made) == 1
 
 
 def test_missing_inputs_name_the_commands_that_make_them(config, tmp_path):
