@@ -11,55 +11,85 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from tqdm import tqdm
 
 from medusa_k25.checkpoint import drop_superseded, write_heads
-from medusa_k25.data.datamodule import Batch, MedusaData
+from medusa_k25.data.datamodule import MedusaData
+from medusa_k25.data.windows import Batch
 from medusa_k25.module import MedusaModule
 
 say = rank_zero_only(print)
 
 
+class Stopped(Exception):
+    """Training was told to stop, and has saved a checkpoint. `signal`: by which signal."""
+
+    def __init__(self, signal_number: int):
+        self.signal = signal.Signals(signal_number)
+
+
 class Checkpoints(Callback):
     """A checkpoint after every validation; the best and the last are kept.
 
-    Validation also follows the last step, and the step during which Ctrl-C was pressed, which ends the training; a
-    second Ctrl-C stops at once, without a checkpoint. A checkpoint is written beside its place and renamed when it is
-    whole. `record` is the provenance that goes into heads.json with the step, the metrics and the tree.
+    A signal (Ctrl-C, SIGTERM, or SIGUSR1, which SLURM sends before the time is up) to any rank ends the training after
+    the running step, with a checkpoint; a second one stops at once, without. A checkpoint is written beside its place
+    and renamed when it is whole. `record` is the provenance that goes into heads.json with step, metrics and tree.
     """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self, folder: Path, data: MedusaData, record: Mapping[str, Any]):
         self.folder, self.data, self.record = folder, data, record
-        self.interrupted = False
-        self.handler: Any = signal.getsignal(signal.SIGINT)
+        self.received = 0  # the number of the signal
+        self.handlers: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.handler = signal.signal(signal.SIGINT, self._first_interrupt)
+        self.handlers = {number: signal.signal(number, self._first_signal) for number in self.SIGNALS}
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        signal.signal(signal.SIGINT, self.handler)
+        self._restore_handlers()
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        signal.signal(signal.SIGINT, self.handler)
+        self._restore_handlers()
 
-    def _first_interrupt(self, *_: Any) -> None:
-        self.interrupted = True
-        signal.signal(signal.SIGINT, self.handler)
-        say("\ninterrupted: ending this step, then validation and a checkpoint (Ctrl-C again: stop now)")
+    def _restore_handlers(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def _first_signal(self, number: int, *_: Any) -> None:
+        self.received = number
+        self._restore_handlers()
+        say(f"\n{signal.Signals(number).name}: ending this step, then a checkpoint (once more: stop now)")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        assert isinstance(trainer.val_check_batch, int)
+        micro_batches = batch_idx + 1
+        if micro_batches % trainer.accumulate_grad_batches:
+            return
         self.data.advance()
-        # the ranks get the signal at different steps: they stop together
-        self.interrupted = trainer.strategy.reduce_boolean_decision(self.interrupted, all=False)
-        # Lightning validates before it stops
-        trainer.should_stop = self.interrupted or trainer.global_step >= trainer.max_steps
+        # the ranks get the signal at different steps, or only one of them does: they stop together
+        received = torch.tensor(self.received, device=trainer.strategy.root_device)
+        self.received = int(trainer.strategy.reduce(received, reduce_op="max"))
+        trainer.should_stop = trainer.global_step >= trainer.max_steps  # Lightning validates before it stops
+        if self.received and not trainer.should_stop and micro_batches % trainer.val_check_batch:
+            assert isinstance(module, MedusaModule)
+            module.validation_metrics = {}  # those of an earlier step
+            self.save(trainer, module)
+            raise Stopped(self.received)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
             self.save(trainer, module)
+            if self.received and not trainer.should_stop:
+                raise Stopped(self.received)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MedusaModule)
@@ -72,9 +102,9 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(part / "trainer.ckpt")
         state = whole_state(trainer, module)
         if trainer.is_global_zero:
-            metrics = module.validation_metrics
             tree = [list(path) for path in module.tree.paths] if module.tree else []
-            record = {**self.record, "step": trainer.global_step, "metrics": metrics, "tree": tree}
+            reached = {"step": trainer.global_step, "metrics": module.validation_metrics, "tree": tree}
+            record = {**self.record, **reached, "world_size": trainer.world_size}
             write_heads(part, state, module.heads, module.vocabulary, record)
             if place.exists():
                 shutil.rmtree(place)
@@ -83,14 +113,14 @@ class Checkpoints(Callback):
         trainer.strategy.barrier()
 
 
-def whole_state(trainer: L.Trainer, module: MedusaModule) -> dict[str, Any]:
-    """The heads' tensors in full, whatever the strategy shards."""
-    if getattr(trainer.strategy, "zero_stage_3", False):
-        import deepspeed
+def whole_state(trainer: L.Trainer, module: MedusaModule) -> dict[str, Tensor]:
+    """The heads' fp32 tensors in full, whatever the strategy shards and in whatever dtype it multiplies."""
+    if not isinstance(trainer.strategy, DeepSpeedStrategy):
+        return module.heads.state_dict()
+    from deepspeed.utils import safe_get_full_fp32_param
 
-        with deepspeed.zero.GatheredParameters(list(module.heads.parameters())):
-            return {name: tensor.detach().cpu().clone() for name, tensor in module.heads.state_dict().items()}
-    return module.heads.state_dict()
+    # a collective: every rank has to ask
+    return {name: safe_get_full_fp32_param(parameter) for name, parameter in module.heads.named_parameters()}
 
 
 class Progress(Callback):
@@ -120,7 +150,7 @@ class Progress(Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch, index: int
     ) -> None:
         assert isinstance(module, MedusaModule)
-        self.positions += len(batch[0]) * trainer.world_size
+        self.positions += len(batch.hidden_ND) * trainer.world_size
         self.seconds += time.perf_counter() - self.began
         self.bar.update(trainer.global_step - self.bar.n)
         if trainer.global_step % module.log_every == 0:

@@ -90,15 +90,20 @@ def find_checkpoint(folder: Path, which: str | int) -> Path:
     if which == "last":
         return paths[-1]
     if which == "best":
-        return max(reversed(paths), key=score)
+        return max(reversed(paths), key=score)  # of equals the last
     by_step = {str(int(path.name.removeprefix("step-"))): path for path in paths}
     if which not in by_step:
         raise ValueError(f"checkpoint={which}: expected best, last, a folder, or one of the steps {', '.join(by_step)}")
     return by_step[which]
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads((path / "heads.json").read_text())
+
+
 def score(path: Path) -> float:
-    return json.loads((path / "heads.json").read_text())["metrics"][SCORE]
+    """Acceptance length on calibration text; below all others for a checkpoint of a run that was told to stop."""
+    return read_record(path)["metrics"].get(SCORE, float("-inf"))
 
 
 def drop_superseded(folder: Path) -> None:

@@ -52,6 +52,7 @@ VERBS = {
 }
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: told to stop, everything is saved, run the same command again
 
 _NO_PACKAGE_LINE = "conf/exp/{}.yaml: must start with the line '# @package _global_', before any other comment"
 _INSTANTIATE_KEYS = {"_target_", "_partial_", "_convert_", "_args_", "_recursive_"}

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from medusa_k25.data.datamodule import Answer
 from medusa_k25.data.labels import IGNORE
+from medusa_k25.data.windows import Batch
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.loss import MedusaLoss
 from medusa_k25.metrics import top_accuracy
@@ -73,28 +75,35 @@ class MedusaModule(L.LightningModule):
         self.num_nodes, self.max_width, self.log_every = num_nodes, max_width, log_every
         self.tree: Tree | None = None  # chosen at the latest validation
         self.validation_metrics: dict[str, float] = {}
+        self._sum_K = torch.zeros(heads.num_heads)  # this rank's loss of the step so far
         self._ranks: dict[str, list[Tensor]] = {}
         self._exists: dict[str, list[Tensor]] = {}
 
-    def features_and_labels(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def features_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features [K, N, D] and draft-vocabulary labels [K, N]."""
-        hidden_ND, future_NK = batch
-        hidden_ND = hidden_ND.to(self.lm_head_MD.dtype)
-        return self.heads(hidden_ND, future_NK[:, :-1]), self.vocabulary.to_draft(future_NK[:, 1:]).T
+        hidden_ND = batch.hidden_ND.to(self.lm_head_MD.dtype)
+        return self.heads(hidden_ND, batch.future_NK[:, :-1]), self.vocabulary.to_draft(batch.future_NK[:, 1:]).T
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         features_KND, labels_KN = self.features_and_labels(batch)
-        count_K = (labels_KN != IGNORE).sum(dim=1)
-        count_K = self.trainer.strategy.reduce(count_K, reduce_op="sum")
-        total, sum_K = self.loss(features_KND, self.lm_head_MD, labels_KN, count_K)
+        total, sum_K = self.loss(features_KND, self.lm_head_MD, labels_KN, batch.count_K)
+        accumulate = self.trainer.accumulate_grad_batches
+        self._sum_K = sum_K if batch_idx % accumulate == 0 else self._sum_K + sum_K
         step = self.trainer.global_step + 1
-        if step % self.log_every == 0:
-            sum_K = self.trainer.strategy.reduce(sum_K, reduce_op="sum")
-            loss_K = (sum_K / count_K.clamp(min=1)).tolist()
+        if step % self.log_every == 0 and (batch_idx + 1) % accumulate == 0:
+            step_sum_K = self.trainer.strategy.reduce(self._sum_K, reduce_op="sum")
+            loss_K = (step_sum_K / batch.count_K.clamp(min=1)).tolist()
             self.report({f"train/loss_head{k}": loss for k, loss in enumerate(loss_K, start=1)}, step)
-        # Each rank holds its share of the sum; the strategy averages gradients over ranks. Accumulated micro-batches
-        # are averaged too: there a label in a batch of few counts for more.
-        return total * self.trainer.world_size
+        # The total is divided by the labels of the whole step already; the engines average over ranks and micro-batches
+        return total * (self.trainer.world_size * accumulate)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Another number of micro-batches a step: Lightning counts micro-batches, so its count is set to the steps."""
+        loop = checkpoint["loops"]["fit_loop"]
+        micro_batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        for count in ("total", "current"):
+            done = dict.fromkeys(("ready", "started", "processed", "completed"), micro_batches)
+            loop["epoch_loop.batch_progress"][count].update(done)
 
     def report(self, metrics: dict[str, float], step: int) -> None:
         """To all loggers, past Lightning: its own count of steps is one off at validation, and after a resume."""
@@ -105,7 +114,7 @@ class MedusaModule(L.LightningModule):
         self._ranks = {split: [] for split in VALIDATION_SPLITS}
         self._exists = {split: [] for split in VALIDATION_SPLITS}
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Answer, batch_idx: int, dataloader_idx: int = 0) -> None:
         hidden_SD, future_SK = batch
         if len(hidden_SD):
             split = VALIDATION_SPLITS[dataloader_idx]

@@ -1,6 +1,10 @@
 """The strategies by name: Lightning's own, and DeepSpeed's ZeRO on GPUs as well as, for tests and dry runs, on CPUs."""
 
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,27 +16,58 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "zero3")
 
 
-def build_strategy(name: str, devices: int, num_nodes: int, micro_batch: int) -> str | Strategy:
+def build_strategy(
+    name: str, devices: int, num_nodes: int, micro_batch: int, resume_world_size: int | None = None
+) -> str | Strategy:
     """`auto` is one device, or DDP over several. zero1 to zero3 are DeepSpeed's; on a CPU machine they run over gloo.
 
     The frozen lm_head is a buffer: `forward_sync_buffers=False` keeps DDP from sending it around at every step.
-    `micro_batch` is what DeepSpeed prints its throughput for.
+    `micro_batch` is what DeepSpeed prints its throughput for. `resume_world_size`: of the checkpoint to go on from.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy.name={name}: expected one of {', '.join(STRATEGIES)}")
-    cpu = not torch.cuda.is_available()
     if name == "auto" and devices * num_nodes == 1:
         return "auto"
     if name in ("auto", "ddp"):
         return DDPStrategy(forward_sync_buffers=False)
-    options: dict[str, Any] = {"stage": int(name[-1]), "logging_batch_size_per_gpu": micro_batch}
-    if not cpu:
-        return DeepSpeedStrategy(**options)
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
-    return CPUDeepSpeedStrategy(process_group_backend="gloo", **options)
+    kind = HeadsDeepSpeedStrategy
+    options: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
+        kind, options = CPUDeepSpeedStrategy, {"process_group_backend": "gloo"}
+    strategy = kind(stage=int(name[-1]), logging_batch_size_per_gpu=micro_batch, **options)
+    if resume_world_size not in (None, devices * num_nodes):
+        assert isinstance(strategy.config, dict)
+        strategy.config["checkpoint"] = {"load_universal": True}
+    return strategy
 
 
-class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+class HeadsDeepSpeedStrategy(DeepSpeedStrategy):
+    """DeepSpeed that takes a checkpoint of another world size, too: through its universal format."""
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert isinstance(self.config, dict)
+        if self.config.get("checkpoint", {}).get("load_universal"):
+            checkpoint_path = self._as_universal(Path(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _as_universal(self, path: Path) -> Path:
+        """Written by rank 0 into the checkpoint's folder, with which it will go; found there after another resume."""
+        universal = path.with_name("universal.ckpt")
+        if self.is_global_zero and not (universal / "latest_universal").exists():
+            shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
+            print(f"{path} is of another number of ranks: converting it to DeepSpeed's universal format")
+            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+            folders = ["--input_folder", str(path / "checkpoint"), "--output_folder", str(universal / "checkpoint")]
+            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+            run = subprocess.run([*command, *folders, *workers], capture_output=True, text=True, check=False)
+            if run.returncode:
+                raise ValueError(f"DeepSpeed cannot convert {path}:\n{run.stderr[-2000:]}")
+        self.barrier()
+        return universal
+
+
+class CPUDeepSpeedStrategy(HeadsDeepSpeedStrategy):
     """DeepSpeed on CPU ranks. Only what Lightning refuses on CPUs is replaced; engine and ZeRO are the real ones."""
 
     def setup_environment(self) -> None:

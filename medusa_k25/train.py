@@ -5,6 +5,8 @@ Letters: D hidden, V vocabulary, M draft vocabulary, K heads.
 
 import logging
 import os
+import signal
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
-from medusa_k25.callbacks import Checkpoints, MetricsTable, Progress
-from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
-from medusa_k25.config import verb
+from medusa_k25.callbacks import Checkpoints, MetricsTable, Progress, Stopped
+from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
+from medusa_k25.config import EXIT_REQUEUE, verb
 from medusa_k25.data.datamodule import MedusaData
-from medusa_k25.data.windows import token_counts
+from medusa_k25.data.labels import IGNORE
+from medusa_k25.data.windows import documents_of, token_counts
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.module import MedusaModule
 from medusa_k25.report import read_report, update_report
@@ -60,27 +63,30 @@ def train(cfg: DictConfig) -> None:
         make_inputs(cfg, target)
     cache = Cache.open(Path(cfg.cache), target)
     checkpoints = run_dir / "checkpoints"
-    training = build(cfg, target, cache)
+    last = find_checkpoint(checkpoints, "last") if complete_checkpoints(checkpoints) else None
+    training = build(cfg, target, cache, last)
     claim(run_dir, cfg, target, cache)
     say(training.summary)
 
-    last = find_checkpoint(checkpoints, "last") if complete_checkpoints(checkpoints) else None
     if last is not None:
-        step = int(last.name.removeprefix("step-"))
+        step = read_record(last)["step"]
         if step >= cfg.trainer.max_steps:
             say(f"{run_dir} is trained to step {step} already; raise trainer.max_steps to go on")
             return
         say(f"going on from {last}")
         MetricsTable(run_dir).resume(step)
-    training.trainer.fit(
-        training.module,
-        datamodule=training.data,
-        ckpt_path=None if last is None else last / "trainer.ckpt",
-        weights_only=True,
-    )
-    if training.checkpoints.interrupted:
+    try:
+        training.trainer.fit(
+            training.module,
+            datamodule=training.data,
+            ckpt_path=None if last is None else last / "trainer.ckpt",
+            weights_only=True,
+        )
+    except Stopped as stopped:
         say(f"stopped at {find_checkpoint(checkpoints, 'last')}; the same command goes on from there")
-        raise KeyboardInterrupt
+        if stopped.signal == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.exit(EXIT_REQUEUE)
     if training.trainer.is_global_zero:
         best = load_heads(find_checkpoint(checkpoints, "best"))
         metrics = best.record["metrics"]
@@ -103,50 +109,68 @@ def make_inputs(cfg: DictConfig, target: Target) -> None:
     capture(cfg, target)
 
 
+# A run may be prolonged, go on with other ranks, and log or load otherwise; the other verbs have keys of their own
+FREE = ("trainer.max_steps", "trainer.devices", "trainer.num_nodes", "trainer.accumulate_grad_batches")
+FREE += ("trainer.log_every_n_steps", "data.batch_size", "data.num_workers", "logger")
+FREE += ("checkpoint", "evaluate", "export_dir", "export_dtype", "tree", "decode_prompts")
+
+
 def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
     """Write config.yaml into the run folder; ValueError when the folder holds checkpoints of something else."""
-    later = ("checkpoint", "evaluate", "export_dir", "export_dtype", "tree", "decode_prompts")  # other verbs' keys
-    training = {key: cfg[key] for key in cfg if key not in later}
-    text = OmegaConf.to_yaml(OmegaConf.create(training), resolve=True)
-    text = text.replace(f"max_steps: {cfg.trainer.max_steps}\n", "")  # a run may be prolonged
-    text = f"# medusa_k25 {__version__}, target {target.name} {target.revision}, cache {cache.fingerprint}\n{text}"
+    head = f"# medusa_k25 {__version__}, target {target.name} {target.revision}, cache {cache.fingerprint}\n"
+    text = head + OmegaConf.to_yaml(cfg, resolve=True)
     file = run_dir / "config.yaml"
-    if not file.exists() or not complete_checkpoints(run_dir / "checkpoints"):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"config.{os.getpid()}.part")  # all ranks write the same
-        part.write_text(text)
-        part.rename(file)
-    elif file.read_text() != text:
-        old, new = file.read_text().splitlines(), text.splitlines()
-        differing = [line.strip() for line in new if line not in old] or [
-            line.strip() for line in old if line not in new
-        ]
-        raise ValueError(
-            f"{run_dir} holds another run (this one differs in: {'; '.join(differing[:5])}); "
-            "choose another name=, or repeat that run's command to continue it"
-        )
+    if complete_checkpoints(run_dir / "checkpoints") and file.exists():
+        old, new = facts(file.read_text()), facts(text)
+        if old != new:
+            differing = [f"{key}: {new.get(key)}" for key in {**new, **old} if new.get(key) != old.get(key)]
+            raise ValueError(
+                f"{run_dir} holds another run (this one differs in: {'; '.join(differing[:5])}); "
+                "choose another name=, or repeat that run's command to continue it"
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"config.{os.getpid()}.part")  # all ranks write the same
+    part.write_text(text)
+    part.rename(file)
 
 
-def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
-    """All objects of a training run, and the arithmetic that it depends on."""
+def facts(text: str) -> dict[str, Any]:
+    """What makes a run that run: all keys of a config.yaml but the FREE ones, and its first line."""
+    config = flat(OmegaConf.to_container(OmegaConf.create(text)))
+    return {"made with": text.partition("\n")[0]} | {
+        key: value for key, value in config.items() if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
+    }
+
+
+def flat(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {path: node}
+    return {k: v for key, value in node.items() for k, v in flat(value, f"{path}.{key}".lstrip(".")).items()}
+
+
+def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = None) -> Training:
+    """All objects of a training run, and the arithmetic that it depends on. `last`: the checkpoint to go on from."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what a run needs to know, its summary says
     # the states are read faster than they are used, see bench/cache_reader.py
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 with torch 2.13
-    warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    # it is: data.sampler resumes by itself
-    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
     L.seed_everything(cfg.seed, verbose=False)
     heads = instantiate(cfg.heads)(hidden_size=target.hidden_size)
-    data: MedusaData = instantiate(cfg.data)(cache=cache, num_heads=heads.num_heads)
-    counts_V = token_counts(cache, data.documents["train"])
+    loss = instantiate(cfg.loss)
+    counts_V = token_counts(cache, documents_of(cache, "train"))
     vocabulary = DraftVocabulary.most_frequent(counts_V, cfg.draft_vocab_size)
+    data: MedusaData = instantiate(cfg.data)(
+        cache=cache,
+        num_heads=heads.num_heads,
+        draftable_V=vocabulary.to_draft(torch.arange(target.vocab_size)) != IGNORE,
+        teacher_states=False,
+    )
     dtype = torch.float32 if str(cfg.trainer.precision).startswith("32") else torch.bfloat16
     module = MedusaModule(
         heads,
         vocabulary,
         vocabulary.rows(target.lm_head).to(dtype),
-        instantiate(cfg.loss),
+        loss,
         instantiate(cfg.optimizer),
         instantiate(cfg.schedule),
         cfg.num_nodes,
@@ -166,12 +190,17 @@ def build(cfg: DictConfig, target: Target, cache: Cache) -> Training:
     }
     checkpoints = Checkpoints(Path(cfg.run_dir) / "checkpoints", data, record)
     devices = device_count(cfg.trainer)
+    strategy = instantiate(cfg.strategy)(
+        devices=devices,
+        num_nodes=cfg.trainer.num_nodes,
+        micro_batch=cfg.data.batch_size,
+        resume_world_size=None if last is None else read_record(last)["world_size"],
+    )
     trainer = instantiate(
         cfg.trainer,
         devices=devices,
-        strategy=instantiate(cfg.strategy)(
-            devices=devices, num_nodes=cfg.trainer.num_nodes, micro_batch=cfg.data.batch_size
-        ),
+        strategy=strategy,
+        val_check_interval=cfg.trainer.val_check_interval * cfg.trainer.accumulate_grad_batches,  # Lightning's unit
         logger=instantiate(cfg.logger),
         callbacks=[checkpoints, Progress()],
         enable_progress_bar=False,  # our own Progress

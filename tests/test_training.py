@@ -17,6 +17,7 @@ from medusa_k25.acceptance import Evaluator
 from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.config import compose
 from medusa_k25.data.labels import IGNORE
+from medusa_k25.data.sampler import Share
 from medusa_k25.data.windows import documents_of
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
@@ -93,10 +94,11 @@ def test_training_learns_and_prints_the_acceptance_that_replay_gives(config, cac
 def test_the_first_loss_is_the_targets_own(config, cache, tiny_k25):
     """At step 0 head k's logits are lm_head(h_t), so its loss is the cross-entropy of the target's own logits."""
     built = training.build(config("+exp=smol_4heads", "target=tiny_k25"), tiny_k25, cache)
-    hidden_ND, future_NK = built.data.windows[0]
+    batch = built.data.windows[Share([0], torch.ones(4))]
+    hidden_ND, future_NK, _ = batch
     logits = hidden_ND @ built.module.lm_head_MD.T
     labels_KN = built.module.vocabulary.to_draft(future_NK[:, 1:]).T
-    features_KND, _ = built.module.features_and_labels((hidden_ND, future_NK))
+    features_KND, _ = built.module.features_and_labels(batch)
     _, sum_K = built.module.loss(features_KND, built.module.lm_head_MD, labels_KN, torch.ones(4))
     expected = [torch.nn.functional.cross_entropy(logits, y, ignore_index=IGNORE, reduction="sum") for y in labels_KN]
     torch.testing.assert_close(sum_K, torch.stack(expected), rtol=1e-4, atol=1e-4)

@@ -1,6 +1,6 @@
 """The cache as Lightning sees it: shuffled training windows, and whole answers for validation.
 
-Letters: N positions, D hidden, K heads.
+Letters: S states of one answer, D hidden, K heads, V target vocabulary, W windows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from medusa_k25.cache import Cache
-from medusa_k25.data.sampler import Position, ResumableBatches
+from medusa_k25.data.sampler import Position, StepShares
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.windows import Run, Windows, documents_of, future_of, runs_of
 
-Batch = tuple[Tensor, Tensor]
+Answer = tuple[Tensor, Tensor]  # hidden [S, D], future tokens [S, K+1]
 
 
 class Answers(Dataset):
-    """Whole answers, (hidden [S, D], future tokens [S, K+1]) each."""
+    """Whole answers, for validation."""
 
     def __init__(self, cache: Cache, runs: Sequence[Run], num_heads: int):
         self.cache, self.runs, self.num_heads = cache, runs, num_heads
@@ -29,7 +29,7 @@ class Answers(Dataset):
     def __len__(self) -> int:
         return len(self.runs)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> Answer:
         run = self.runs[index]
         hidden_SD = self.cache.read_rows(run.document.shard, run.row_start, run.row_stop)
         return hidden_SD, future_of(self.cache, run, self.num_heads)
@@ -49,16 +49,28 @@ class EqualShares(Sampler[list[int]]):
             yield [i] if i < self.num_samples else []
 
 
-def join(samples: Sequence[Batch], empty: Batch) -> Batch:
-    """The positions of all samples one after another, [N, D] and [N, K+1]; `empty` gives the widths and dtypes."""
-    hidden, future = zip(empty, *samples, strict=True)
-    return torch.cat(hidden), torch.cat(future)
+def only(answers: Sequence[Answer], empty: Answer) -> Answer:
+    """The one answer of a batch, or `empty` where a rank has none left."""
+    return answers[0] if answers else empty
 
 
 class MedusaData(L.LightningDataModule):
-    """`window` positions are read in one go (consecutive on disk); a step takes `batch_size` windows a rank."""
+    """`window` positions are read in one go (consecutive on disk); a micro-batch takes `batch_size` windows a rank.
 
-    def __init__(self, cache: Cache, num_heads: int, window: int, batch_size: int, num_workers: int, seed: int):
+    With `teacher_states` the states that a distillation loss needs are read too (`windows.Batch`).
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        num_heads: int,
+        draftable_V: Tensor,
+        teacher_states: bool,
+        window: int,
+        batch_size: int,
+        num_workers: int,
+        seed: int,
+    ):
         super().__init__()
         self.cache, self.num_heads, self.batch_size = cache, num_heads, batch_size
         self.num_workers, self.seed = num_workers, seed
@@ -70,13 +82,10 @@ class MedusaData(L.LightningDataModule):
                     f"cache {cache.path} has no {split} documents among {len(cache.documents)}; "
                     "capture more conversations, or conversations on more topics"
                 )
-        self.windows = Windows(cache, self.documents["train"], window, num_heads)
+        self.windows = Windows(cache, self.documents["train"], window, num_heads, teacher_states)
         if not len(self.windows):
             raise ValueError(f"cache {cache.path}: no training answer has two tokens, so there is nothing to predict")
-        self.empty: Batch = (
-            cache.read_rows(self.windows.runs[0].document.shard, 0, 0),
-            torch.empty(0, num_heads + 1, dtype=torch.long),
-        )
+        self.label_counts_WK = self.windows.label_counts(draftable_V)
 
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None
@@ -84,10 +93,22 @@ class MedusaData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         trainer = self._trainer()
-        batches = ResumableBatches(
-            len(self.windows), self.batch_size, self.seed, trainer.global_rank, trainer.world_size, self.position
+        shares = StepShares(
+            self.label_counts_WK,
+            self.batch_size,
+            trainer.accumulate_grad_batches,
+            self.seed,
+            trainer.global_rank,
+            trainer.world_size,
+            self.position,
         )
-        return self._loader(self.windows, batches)
+        return DataLoader(
+            self.windows,
+            batch_size=None,  # a share is a whole micro-batch already
+            sampler=shares,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
 
     def val_dataloader(self) -> list[DataLoader]:
         """Calibration text, then held-out text."""
@@ -97,20 +118,22 @@ class MedusaData(L.LightningDataModule):
         runs = [run for document in self.documents[split] for run in runs_of(self.cache, document)]
         answers = Answers(self.cache, runs, self.num_heads)
         trainer = self._trainer()
-        return self._loader(answers, EqualShares(len(answers), trainer.global_rank, trainer.world_size))
-
-    def _loader(self, dataset: Dataset, batches: Sampler[list[int]]) -> DataLoader:
         return DataLoader(
-            dataset,
-            batch_sampler=batches,
+            answers,
+            batch_sampler=EqualShares(len(answers), trainer.global_rank, trainer.world_size),
             num_workers=self.num_workers,
-            collate_fn=partial(join, empty=self.empty),
+            collate_fn=partial(only, empty=self._no_answer()),
             pin_memory=torch.cuda.is_available(),
         )
 
+    def _no_answer(self) -> Answer:
+        hidden_SD = self.cache.read_rows(self.windows.runs[0].document.shard, 0, 0)
+        return hidden_SD, torch.empty(0, self.num_heads + 1, dtype=torch.long)
+
     def advance(self) -> None:
-        """Count one global batch as consumed."""
-        self.position.consumed += self.batch_size * self._trainer().world_size
+        """Count one step as consumed."""
+        trainer = self._trainer()
+        self.position.consumed += self.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         if self.position.consumed >= len(self.windows):
             self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
 

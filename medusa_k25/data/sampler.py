@@ -1,45 +1,72 @@
-"""An order of samples that is a pure function of (seed, epoch, consumed samples), so that training resumes exactly."""
+"""An order of samples that is a pure function of (seed, epoch, consumed samples), so that training resumes exactly.
+
+Letters: W windows, K heads.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 
 @dataclass
 class Position:
-    """Where training stands: `consumed` samples of `epoch`, over all ranks."""
+    """Where training stands: `consumed` windows of `epoch`, over all ranks and micro-batches."""
 
     epoch: int = 0
     consumed: int = 0
 
 
-class ResumableBatches(Sampler[list[int]]):
-    """This rank's batches of sample indices; every sample once an epoch, whatever the world size.
+class Share(NamedTuple):
+    """What one rank takes in one micro-batch of a step."""
 
-    A global batch holds `batch_size` samples a rank. The last one of an epoch is shorter and dealt out evenly; a rank
-    may get an empty batch there, so all ranks take the same number of steps. The position is read when iteration
-    begins, not when the sampler is built: the loader exists before the checkpoint is restored. Lightning's own count of
-    epochs plays no part.
+    windows: list[int]
+    count_K: Tensor  # labels of each head in the whole step, over all ranks and micro-batches
+
+
+class StepShares(Sampler[Share]):
+    """This rank's shares, micro-batch after micro-batch, without an end; every window once an epoch.
+
+    A step takes `batch_size` windows a rank and micro-batch. The last one of an epoch takes what is left, dealt out
+    evenly; a rank may get nothing there, so all ranks take the same number of steps. Which windows a step takes depends
+    on how many it takes, not on how they are dealt out: 1 rank and 2 ranks of half the batch size see the same steps.
+    The position is read when iteration begins, not when the sampler is built: the loader exists before the checkpoint
+    is restored. There is no end because epochs are counted here, and by nobody else.
+
+    label_counts_WK int64: labels of each head in each window.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, rank: int, world_size: int, position: Position):
-        if num_samples < world_size:
+    def __init__(
+        self,
+        label_counts_WK: Tensor,
+        batch_size: int,
+        accumulate: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        position: Position,
+    ):
+        if len(label_counts_WK) < world_size:
             raise ValueError(
-                f"{num_samples} training samples for {world_size} ranks: a rank would have nothing to do; "
+                f"{len(label_counts_WK)} training windows for {world_size} ranks: a rank would have nothing to do; "
                 "use fewer devices, a smaller data.window or more conversations"
             )
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.rank, self.world_size, self.position = rank, world_size, position
+        self.label_counts_WK, self.batch_size, self.accumulate = label_counts_WK, batch_size, accumulate
+        self.seed, self.rank, self.world_size, self.position = seed, rank, world_size, position
 
-    def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return -(-self.num_samples // (self.batch_size * self.world_size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.position.epoch)
-        order = torch.randperm(self.num_samples, generator=generator).tolist()
-        size = self.batch_size * self.world_size
-        for first in range(self.position.consumed, self.num_samples, size):
-            yield order[first : first + size][self.rank :: self.world_size]
+    def __iter__(self) -> Iterator[Share]:
+        epoch, consumed = self.position.epoch, self.position.consumed
+        parts = self.world_size * self.accumulate
+        size = self.batch_size * parts
+        while True:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.label_counts_WK), generator=generator).tolist()
+            for first in range(consumed, len(order), size):
+                step = order[first : first + size]
+                count_K = self.label_counts_WK[step].sum(dim=0)
+                for micro_batch in range(self.accumulate):
+                    yield Share(step[micro_batch * self.world_size + self.rank :: parts], count_K)
+            epoch, consumed = epoch + 1, 0
