@@ -1,8 +1,6 @@
-"""What happens around training: checkpoints, speed, the table of metrics."""
+"""What happens around training: checkpoints, stopping, speed."""
 
-import csv
-import hashlib
-import os
+import resource
 import shutil
 import signal
 import time
@@ -13,14 +11,16 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 from tqdm import tqdm
 
 from medusa_k25.checkpoint import drop_superseded, write_heads
 from medusa_k25.data.datamodule import MedusaData
+from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import Batch
 from medusa_k25.module import MedusaModule
 
@@ -64,7 +64,8 @@ class Checkpoints(Callback):
 
     def _first_signal(self, number: int, *_: Any) -> None:
         self.received = number
-        self._restore_handlers()
+        # not Lightning's handler, which broadcasts from inside it
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         say(f"\n{signal.Signals(number).name}: ending this step, then a checkpoint (once more: stop now)")
 
     def on_train_batch_end(
@@ -124,40 +125,71 @@ def whole_state(trainer: L.Trainer, module: MedusaModule) -> dict[str, Tensor]:
 
 
 class Progress(Callback):
-    """One bar for the whole run, with loss, replayed acceptance length and speed.
+    """One bar for the whole run, and what a step costs, logged every `log_every` steps over all ranks:
 
-    Speed: positions trained a second over all ranks, validation and checkpoints left out.
+    train/positions_per_s  positions trained a second, validation and checkpoints left out
+    train/data_wait        share of that time in which this rank waited for its data
+    train/mfu              share of `peak_flops` (of one device) that the heads' and the loss's products made use of
+    train/grad_norm        before clipping
+    train/learning_rate    of the step
+    train/memory_GB        the most that this rank's device held; on a CPU, the process
     """
 
-    def __init__(self) -> None:
-        self.positions, self.seconds, self.began = 0, 0.0, 0.0
+    def __init__(self, flops_per_position: float, peak_flops: float) -> None:
+        self.flops_per_position, self.peak_flops = flops_per_position, peak_flops
+        self.positions: Tensor | float = 0.0
+        self.seconds, self.waited, self.mark = 0.0, 0.0, 0.0
+        self.grad_norm: Tensor | float = 0.0
+        self.learning_rate = 0.0
         self.figures: dict[str, str] = {}
+        self.bar = tqdm(desc="train", unit="step", disable=True)  # the real one when training starts
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.bar = tqdm(
-            total=trainer.max_steps,
-            initial=trainer.global_step,
-            desc="train",
-            unit="step",
-            disable=not trainer.is_global_zero,
-            smoothing=0,
-        )
+        off = not trainer.is_global_zero
+        step, last = trainer.global_step, trainer.max_steps
+        self.bar = tqdm(desc="train", unit="step", initial=step, total=last, smoothing=0, disable=off)
+        self.mark = time.perf_counter()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, index: int) -> None:
-        self.began = time.perf_counter()
+        self.waited += self._since_mark()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> None:
+        self.learning_rate = trainer.optimizers[0].param_groups[0]["lr"]
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):  # there gradients are shared out among the ranks
+            self.grad_norm = get_total_norm(p.grad for p in module.parameters() if p.grad is not None)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch, index: int
     ) -> None:
         assert isinstance(module, MedusaModule)
-        self.positions += len(batch.hidden_ND) * trainer.world_size
-        self.seconds += time.perf_counter() - self.began
+        self.positions = self.positions + (batch.future_NK[:, 0] != IGNORE).sum()
+        if (index + 1) % trainer.accumulate_grad_batches:
+            return
         self.bar.update(trainer.global_step - self.bar.n)
         if trainer.global_step % module.log_every == 0:
-            speed = self.positions / self.seconds
-            module.report({"train/positions_per_s": speed}, trainer.global_step)
-            self.positions, self.seconds = 0, 0.0
+            if isinstance(trainer.strategy, DeepSpeedStrategy):
+                self.grad_norm = trainer.strategy.deepspeed_engine.get_global_grad_norm()
+            positions = float(self.positions) * trainer.world_size  # every rank's share is as large
+            self._since_mark()  # after the line above, which waits for the device
+            speed = positions / self.seconds
+            figures = {
+                "train/positions_per_s": speed,
+                "train/data_wait": self.waited / self.seconds,
+                "train/mfu": speed * self.flops_per_position / (self.peak_flops * trainer.world_size),
+                "train/grad_norm": float(self.grad_norm),
+                "train/learning_rate": self.learning_rate,
+                "train/memory_GB": peak_memory(module.device) / 1e9,
+            }
+            module.report(figures, trainer.global_step)
+            self.positions, self.seconds, self.waited = 0.0, 0.0, 0.0
             self._show(loss=f"{float(outputs['loss']):.3f}", positions_per_s=f"{speed:,.0f}")
+        self._since_mark()
+
+    def _since_mark(self) -> float:
+        now = time.perf_counter()
+        seconds, self.mark = now - self.mark, now
+        self.seconds += seconds
+        return seconds
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MedusaModule)
@@ -165,8 +197,12 @@ class Progress(Callback):
             metrics = module.validation_metrics
             tree, chain = metrics["heldout/acceptance_tree"], metrics["heldout/acceptance_chain"]
             self._show(tree=f"{tree:.3f}", chain=f"{chain:.3f}")
+            self.mark = time.perf_counter()
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.bar.close()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         self.bar.close()
 
     def _show(self, **figures: str) -> None:
@@ -174,68 +210,8 @@ class Progress(Callback):
         self.bar.set_postfix(self.figures)
 
 
-class MetricsTable(Logger):
-    """metrics.csv: a row "step,metric,value" each. A resumed run continues the file from the step it resumes at."""
-
-    def __init__(self, save_dir: str | Path):
-        super().__init__()
-        self.file = Path(save_dir) / "metrics.csv"
-
-    @property
-    def name(self) -> str:
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Path:
-        return self.file
-
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass  # config.yaml of the run folder holds them
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        new = not self.file.exists()
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if new:
-                writer.writerow(["step", "metric", "value"])
-            writer.writerows([step, name, value] for name, value in metrics.items())
-
-    @rank_zero_only
-    def resume(self, step: int) -> None:
-        """Drop what a killed run logged after the checkpoint it resumes from."""
-        if self.file.exists():
-            header, *rows = read_metrics(self.file)
-            with self.file.open("w", newline="") as file:
-                csv.writer(file).writerows([header, *(row for row in rows if int(row[0]) <= step)])
-
-
-def build_loggers(run_dir: str, name: str, wandb_project: str | None) -> list[Logger]:
-    """metrics.csv always; Weights & Biases too when a project is named, offline where no key is configured."""
-    table = MetricsTable(run_dir)
-    if wandb_project is None:
-        return [table]
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
-
-    offline = not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False)
-    if offline:
-        say("no W&B key found: logging offline; `wandb login`, then `wandb sync` uploads the run")
-    # not offline=: Lightning sets a mode for it that newer versions of wandb do not know
-    mode: Any = {"mode": "offline"} if offline else {}
-    # a fixed id: the same run goes on after a resume
-    run_id = hashlib.sha256(str(Path(run_dir).absolute()).encode()).hexdigest()[:12]
-    logger = WandbLogger(project=wandb_project, name=name, id=run_id, resume="allow", save_dir=run_dir, **mode)
-    return [table, logger]
-
-
-def read_metrics(file: Path) -> list[list[str]]:
-    with file.open(newline="") as opened:
-        return list(csv.reader(opened))
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that was allocated on a GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

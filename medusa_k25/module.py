@@ -94,8 +94,10 @@ class MedusaModule(L.LightningModule):
             step_sum_K = self.trainer.strategy.reduce(self._sum_K, reduce_op="sum")
             loss_K = (step_sum_K / batch.count_K.clamp(min=1)).tolist()
             self.report({f"train/loss_head{k}": loss for k, loss in enumerate(loss_K, start=1)}, step)
-        # The total is divided by the labels of the whole step already; the engines average over ranks and micro-batches
-        return total * (self.trainer.world_size * accumulate)
+        # The total is divided by the labels of the whole step already, and the engines average over ranks and
+        # micro-batches: Lightning over the latter, and DeepSpeed once more.
+        averaged = accumulate**2 if self.trainer.strategy.handles_gradient_accumulation else accumulate
+        return total * (self.trainer.world_size * averaged)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Another number of micro-batches a step: Lightning counts micro-batches, so its count is set to the steps."""

@@ -5,6 +5,7 @@ Letters: D hidden, V vocabulary, M draft vocabulary, K heads.
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
@@ -20,16 +22,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
-from medusa_k25.callbacks import Checkpoints, MetricsTable, Progress, Stopped
+from medusa_k25.callbacks import Checkpoints, Progress, Stopped
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, verb
+from medusa_k25.costs import CPU_SHARE_OF_PEAK, GB, GPU_SHARE_OF_PEAK, TrainingCost, peak_flops
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import documents_of, token_counts
 from medusa_k25.heads import DraftVocabulary
+from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
 from medusa_k25.report import read_report, update_report
 from medusa_k25.target import Target
+from medusa_k25.tracking import MetricsTable
 
 say = rank_zero_only(print)
 
@@ -109,10 +114,21 @@ def make_inputs(cfg: DictConfig, target: Target) -> None:
     capture(cfg, target)
 
 
-# A run may be prolonged, go on with other ranks, and log or load otherwise; the other verbs have keys of their own
-FREE = ("trainer.max_steps", "trainer.devices", "trainer.num_nodes", "trainer.accumulate_grad_batches")
-FREE += ("trainer.log_every_n_steps", "data.batch_size", "data.num_workers", "logger")
-FREE += ("checkpoint", "evaluate", "export_dir", "export_dtype", "tree", "decode_prompts")
+# What makes a run that run, besides its target and cache: their folders may move, and it may be prolonged, go on with
+# other ranks, and log or load otherwise
+IDENTITY = {
+    *("seed", "draft_vocab_size", "num_nodes", "max_width", "warm_start"),
+    *("data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy"),
+}
+FREE = {
+    "data.batch_size",
+    "data.num_workers",
+    "trainer.max_steps",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.accumulate_grad_batches",
+    "trainer.log_every_n_steps",
+}
 
 
 def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
@@ -135,11 +151,11 @@ def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
 
 
 def facts(text: str) -> dict[str, Any]:
-    """What makes a run that run: all keys of a config.yaml but the FREE ones, and its first line."""
-    config = flat(OmegaConf.to_container(OmegaConf.create(text)))
-    return {"made with": text.partition("\n")[0]} | {
-        key: value for key, value in config.items() if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
-    }
+    """The identity of the run that a config.yaml belongs to; its first line names target and cache."""
+    config = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(config, dict)
+    values = flat({key: config.get(key) for key in IDENTITY})
+    return {"made with": text.partition("\n")[0]} | {k: v for k, v in values.items() if k not in FREE}
 
 
 def flat(node: Any, path: str = "") -> dict[str, Any]:
@@ -190,6 +206,10 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     }
     checkpoints = Checkpoints(Path(cfg.run_dir) / "checkpoints", data, record)
     devices = device_count(cfg.trainer)
+    device = torch.device("cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu")
+    cost = cost_of(cfg, module, data, devices, device)
+    refuse_what_cannot_fit(cost, Path(cfg.run_dir), device, devices)
+    peak = peak_flops(device, matmul_dtype(torch.empty(0, dtype=dtype, device=device)))
     strategy = instantiate(cfg.strategy)(
         devices=devices,
         num_nodes=cfg.trainer.num_nodes,
@@ -202,7 +222,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         strategy=strategy,
         val_check_interval=cfg.trainer.val_check_interval * cfg.trainer.accumulate_grad_batches,  # Lightning's unit
         logger=instantiate(cfg.logger),
-        callbacks=[checkpoints, Progress()],
+        callbacks=[Progress(cost.flops_per_position, peak), checkpoints],
         enable_progress_bar=False,  # our own Progress
         default_root_dir=cfg.run_dir,
         enable_checkpointing=False,  # and Checkpoints
@@ -211,7 +231,8 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         "training": vocabulary.coverage(counts_V),
         "calibration": vocabulary.coverage(token_counts(cache, data.documents["calibration"])),
     }
-    return Training(module, data, trainer, checkpoints, summarise(cfg, target, module, data, devices, coverage))
+    summary = summarise(cfg, target, module, data, cost, peak, coverage)
+    return Training(module, data, trainer, checkpoints, summary)
 
 
 def device_count(trainer: Any) -> int:
@@ -221,33 +242,87 @@ def device_count(trainer: Any) -> int:
     return int(trainer.devices)
 
 
+def cost_of(
+    cfg: DictConfig, module: MedusaModule, data: MedusaData, devices: int, device: torch.device
+) -> TrainingCost:
+    M, D = module.lm_head_MD.shape
+    heads = module.heads
+    parameters = sum(parameter.numel() for parameter in heads.parameters())
+    return TrainingCost(
+        K=heads.num_heads,
+        N=cfg.data.batch_size * cfg.data.window,
+        D=D,
+        M=M,
+        parameters=parameters,
+        further_parameters=parameters * (cfg.heads.num_blocks - 1) // cfg.heads.num_blocks,
+        blocks=cfg.heads.num_blocks,
+        own_lm_head=False,
+        teacher=False,
+        strategy=cfg.strategy.name,
+        world_size=devices * cfg.trainer.num_nodes,
+        low_precision=module.lm_head_MD.dtype == torch.bfloat16,
+        device_type=device.type,
+        longest_answer=max(run.row_stop - run.row_start for run in data.windows.runs),
+    )
+
+
+def refuse_what_cannot_fit(cost: TrainingCost, run_dir: Path, device: torch.device, devices: int) -> None:
+    """ValueError, before anything has started, when the run needs more memory or disk than there is."""
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info()[0]
+    else:
+        available = psutil.virtual_memory().available // devices
+    if cost.memory_bytes > available:
+        parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in cost.memory.items())
+        raise ValueError(
+            f"a device would need {cost.memory_bytes / GB:.1f} GB ({parts}), {available / GB:.1f} GB are free. "
+            f"It would fit with: {cost.smaller(available)}"
+        )
+    folder = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if cost.disk_bytes > free:
+        raise ValueError(
+            f"the checkpoints need {cost.disk_bytes / GB:.1f} GB, {free / GB:.1f} GB are free in {folder}; "
+            "choose run_dir= on another disk, or train fewer parameters (heads.num_blocks, heads.own_lm_head)"
+        )
+
+
 def summarise(
-    cfg: DictConfig, target: Target, module: MedusaModule, data: MedusaData, devices: int, coverage: dict[str, float]
+    cfg: DictConfig,
+    target: Target,
+    module: MedusaModule,
+    data: MedusaData,
+    cost: TrainingCost,
+    peak: float,
+    coverage: dict[str, float],
 ) -> str:
-    ranks = devices * cfg.trainer.num_nodes
-    accumulate = cfg.trainer.accumulate_grad_batches
-    windows_a_step = cfg.data.batch_size * ranks * accumulate
+    windows_a_step = cfg.data.batch_size * cost.world_size * cfg.trainer.accumulate_grad_batches
     positions_a_step = windows_a_step * cfg.data.window
     steps_an_epoch = len(data.windows) / windows_a_step
-    parameters = sum(parameter.numel() for parameter in module.heads.parameters())
     documents = {split: len(documents) for split, documents in data.documents.items()}
-    M, D = module.lm_head_MD.shape
-    states_GB = data.cache.num_states * D * data.cache.storage_dtype.itemsize / 1e9
-    heads = f"{module.heads.num_heads} x {type(module.heads).__name__}"
+    states_GB = data.cache.num_states * cost.D * data.cache.storage_dtype.itemsize / GB
+    heads = f"{cost.K} x {type(module.heads).__name__}"
+    share = GPU_SHARE_OF_PEAK if cost.device_type == "cuda" else CPU_SHARE_OF_PEAK
+    # ranks on a CPU share its cores
+    positions_per_s = share * peak * (cost.world_size if cost.device_type == "cuda" else 1) / cost.flops_per_position
+    minutes = cfg.trainer.max_steps * positions_a_step / positions_per_s / 60
+    memory = ", ".join(f"{part} {size / GB:.2f}" for part, size in cost.memory.items() if size)
     return "\n".join(
         [
-            f"target      {target.name}: D={D:,}, V={target.vocab_size:,}",
+            f"target      {target.name}: D={cost.D:,}, V={target.vocab_size:,}",
             f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states in "
             f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}",
-            f"heads       {heads}: {parameters / 1e6:.2f} M parameters, "
-            f"{parameters * 16 / 1e6:,.0f} MB with gradients and AdamW in fp32",
-            f"vocabulary  {M:,} of {target.vocab_size:,} tokens: "
-            f"{', '.join(f'{share:.1%} of the {text} text' for text, share in coverage.items())}; "
-            f"frozen lm_head {module.lm_head_MD.nbytes / 1e6:.0f} MB",
-            f"step        {cfg.data.batch_size} windows x {cfg.data.window} positions x {ranks} ranks x {accumulate} "
-            f"accumulated = {positions_a_step:,} positions",
+            f"heads       {heads}: {cost.trained / 1e6:.2f} M parameters",
+            f"vocabulary  {cost.M:,} of {target.vocab_size:,} tokens: "
+            f"{', '.join(f'{share:.1%} of the {text} text' for text, share in coverage.items())}",
+            f"memory      {cost.memory_bytes / GB:.2f} GB a device: {memory}",
+            f"disk        {cost.disk_bytes / GB:.2f} GB for checkpoints",
+            f"step        {cfg.data.batch_size} windows x {cfg.data.window} positions x {cost.world_size} ranks x "
+            f"{cfg.trainer.accumulate_grad_batches} accumulated = {positions_a_step:,} positions",
             f"run         {cfg.trainer.max_steps} steps, {steps_an_epoch:.1f} an epoch: "
             f"{cfg.trainer.max_steps / steps_an_epoch:.1f} epochs of {data.windows.num_positions:,} positions",
+            f"time        about {minutes:.0f} minutes at {positions_per_s:,.0f} positions/s ({share:.0%} of "
+            f"{peak / 1e12:.2f} TFLOP/s a device, {cost.flops_per_position / 1e9:.2f} GFLOP a position)",
         ]
     )
 

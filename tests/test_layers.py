@@ -15,22 +15,22 @@ LAYERS = {
     "cache": ["cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
     "heads": ["heads", "heads.base", "heads.residual", "heads.vocabulary"],
-    "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance"],
+    "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.formats", "serving.decode"],
-    "training": ["module", "strategy", "checkpoint", "callbacks", "report"],
+    "training": ["module", "strategy", "checkpoint", "callbacks", "tracking", "report"],
     "entry points": ["config", "generate", "capture", "train", "evaluate", "export", "decode", "__main__"],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
 
 ENTRY_POINTS = {*LAYERS["entry points"]}
-LIGHTNING = {"module", "strategy", "callbacks", "checkpoint", "data.datamodule", "train"}
+LIGHTNING = {"module", "strategy", "callbacks", "checkpoint", "tracking", "data.datamodule", "train"}
 ALLOWED = {
     "hydra": ENTRY_POINTS,
     "omegaconf": ENTRY_POINTS,
     "lightning": LIGHTNING,
     "pytorch_lightning": set[str](),
     "deepspeed": {"strategy", "callbacks", "checkpoint"},
-    "wandb": {"callbacks"},
+    "wandb": {"tracking"},
     "sglang": set[str](),
     "vllm": set[str](),
 }

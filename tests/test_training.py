@@ -56,13 +56,16 @@ def config(cache, tiny_k25, tmp_path):
     return make
 
 
+OF_THE_MACHINE = {f"train/{name}" for name in ("positions_per_s", "data_wait", "mfu", "memory_GB")}
+
+
 def weights(run: Path, which: str = "last") -> dict[str, torch.Tensor]:
     return load_heads(find_checkpoint(run / "checkpoints", which)).heads.state_dict()
 
 
 def metrics(run: Path) -> dict[tuple[int, str], float]:
     with (run / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["metric"] != "train/positions_per_s"]
+        rows = [row for row in csv.DictReader(file) if row["metric"] not in OF_THE_MACHINE]
     table = {(int(row["step"]), row["metric"]): float(row["value"]) for row in rows}
     assert len(table) == len(rows), "a metric of a step is there twice"
     return table

@@ -1,0 +1,172 @@
+"""Two ranks with the real engines, over gloo: DDP and DeepSpeed ZeRO 1 to 3 train what one rank trains, and go on."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_k25 import train as training
+from medusa_k25.checkpoint import find_checkpoint, read_record
+from medusa_k25.config import compose
+from tests.test_training import metrics, weights
+from tests.tiny import cache_of
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STEPS = 12
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def cache(tiny_k25, tmp_path_factory):
+    return cache_of(tiny_k25, tmp_path_factory.mktemp("ranks") / "cache", num_documents=60)
+
+
+@pytest.fixture(scope="module")
+def job(cache, tiny_k25):
+    """job(run folder, overrides..., kill=, signal=): 12 steps of 16 windows, about 5 an epoch, on 2 ranks."""
+
+    def make(run, *overrides, **what):
+        shared = [
+            "target=tiny_k25",
+            f"target.home={tiny_k25.path.parent}",
+            f"cache={cache.path}",
+            f"run_dir={run}",
+            "draft_vocab_size=300",
+            f"trainer.max_steps={STEPS}",
+            "trainer.val_check_interval=4",
+            "trainer.log_every_n_steps=1",
+            "trainer.devices=2",
+            "trainer.accumulate_grad_batches=2",
+            "data.window=16",
+            "data.batch_size=4",
+            "optimizer.lr=0.01",
+        ]
+        return {"overrides": [*shared, *overrides], **what}
+
+    return make
+
+
+def on_ranks(ranks: int, folder: Path, *jobs: dict, succeed: bool = True) -> str:
+    file = folder / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = subprocess.run(
+        [*command, str(ROOT / "tests" / "ranks.py"), str(file)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (run.returncode == 0) == succeed, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(job, tmp_path_factory):
+    """Uninterrupted runs of every strategy on 2 ranks, and of 1 rank, all of the same global batch."""
+    folder = tmp_path_factory.mktemp("whole")
+    on_ranks(2, folder, *(job(folder / name, f"strategy={name}") for name in STRATEGIES))
+    one = job(folder / "one", "trainer.devices=1", "data.batch_size=8")
+    training.train(compose(one["overrides"]))
+    return folder
+
+
+def test_two_ranks_train_what_one_rank_trains(whole):
+    """Every figure of every step: losses, gradient norms (before clipping), accuracies, acceptance. Relative 1e-4."""
+    one = metrics(whole / "one")
+    assert one[STEPS, "train/loss_head1"] < one[1, "train/loss_head1"]
+    for name in STRATEGIES:
+        two = metrics(whole / name)
+        assert two.keys() == one.keys()
+        for key, value in one.items():
+            assert two[key] == pytest.approx(value, rel=1e-4), (name, key)
+
+
+def test_the_optimizer_holds_the_heads_in_fp32_and_nothing_else(whole, tiny_k25):
+    parameters = sum(tensor.numel() for tensor in weights(whole / "one").values())
+    for name in STRATEGIES:
+        facts = json.loads((whole / name / "optimizer.json").read_text())
+        share = parameters if name == "ddp" else parameters // 2
+        assert share <= facts["elements"] < share + 64, name  # DeepSpeed pads its shares
+        assert facts["dtypes"] == ["torch.float32"]
+
+
+def test_the_heads_beside_a_checkpoint_are_whole_under_any_strategy(whole):
+    one = weights(whole / "one")
+    for name in STRATEGIES:
+        two = weights(whole / name)
+        assert {key: tensor.shape for key, tensor in two.items()} == {key: tensor.shape for key, tensor in one.items()}
+        for key, tensor in one.items():
+            torch.testing.assert_close(
+                two[key], tensor, rtol=0, atol=2e-3
+            )  # AdamW's first steps are as long as the learning rate, 0.01
+
+
+def test_no_checkpoint_holds_lm_head(whole, tiny_k25):
+    """Bytes on disk: weights, moments and a fp32 copy; the frozen rows would show (they are larger than all of it)."""
+    parameters = sum(tensor.numel() for tensor in weights(whole / "one").values())
+    for name in STRATEGIES:
+        trainer = find_checkpoint(whole / name / "checkpoints", "last") / "trainer.ckpt"
+        files = [file for file in (trainer, *trainer.rglob("*")) if file.is_file()]
+        names = b"".join(file.read_bytes() for file in files)
+        assert b"lm_head" not in names
+        assert len(names) < 6 * 4 * parameters
+
+
+@pytest.fixture(scope="module")
+def resumed(job, whole, tmp_path_factory):
+    """Runs that were killed in the middle of step 7, or told to stop there, and went on with the same command."""
+    folder = tmp_path_factory.mktemp("resumed")
+
+    def of(name, *overrides, strategy=None, **what):
+        return job(folder / name, f"strategy={strategy or name}", "data.num_workers=2", *overrides, **what)
+
+    def last(name):
+        return find_checkpoint(folder / name / "checkpoints", "last").name
+
+    one_rank = ("trainer.devices=1", "data.batch_size=8")
+    on_ranks(2, folder, of("ddp", kill=[0, 6]), succeed=False)
+    out = on_ranks(2, folder, of("zero3", signal=[1, 6]), of("zero2", kill=[1, 6]), succeed=False)
+    assert f"{folder / 'zero3'} ended with status 75" in out
+    assert (last("ddp"), last("zero3"), last("zero2")) == ("step-000004", "step-000007", "step-000004")
+    (folder / "zero2/checkpoints/step-000008.part").mkdir()  # what a kill during a checkpoint leaves
+    for name in ("zero2", "zero3"):
+        shutil.copytree(folder / name, folder / f"{name}-then-1-rank")
+    on_ranks(
+        1,
+        folder,
+        of("zero2-then-1-rank", *one_rank, strategy="zero2"),
+        of("zero3-then-1-rank", *one_rank, strategy="zero3"),
+        of("zero1-then-2-ranks", *one_rank, strategy="zero1", signal=[0, 6]),
+    )
+    assert last("zero1-then-2-ranks") == "step-000007"
+    on_ranks(2, folder, *(of(name) for name in ("ddp", "zero2", "zero3")), of("zero1-then-2-ranks", strategy="zero1"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_a_killed_run_goes_on_bit_for_bit(whole, resumed, name):
+    """12 steps of 2 micro-batches over 3 epochs; the resumed runs load with 2 workers, the whole ones with none."""
+    assert metrics(resumed / name) == metrics(whole / name)
+    a, b = weights(whole / name), weights(resumed / name)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("name", ["zero2-then-1-rank", "zero3-then-1-rank", "zero1-then-2-ranks"])
+def test_a_run_goes_on_with_other_ranks(whole, resumed, name):
+    """Through DeepSpeed's universal checkpoint; the global batch is the same, and so is every figure, to 1e-3."""
+    run, one = metrics(resumed / name), metrics(whole / "one")
+    assert run.keys() == one.keys()
+    for key, value in one.items():
+        assert run[key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_the_record_says_how_many_ranks_wrote_it(whole, resumed):
+    for run, ranks in ((whole / "one", 1), (resumed / "zero2", 2), (resumed / "zero2-then-1-rank", 1)):
+        assert read_record(find_checkpoint(run / "checkpoints", "last"))["world_size"] == ranks
