@@ -214,10 +214,12 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{file} is damaged or holds more than weights ({reason}); fetch it again") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
         raise ValueError(f"{file} is no table of tensors by name; fetch it again")
     return tensors
 

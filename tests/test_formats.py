@@ -48,10 +48,10 @@ def test_an_export_of_own_lm_heads_and_no_bias_says_so(tmp_path):
     heads = random_heads(num_heads=2, num_blocks=1, bias=False, own=True)
     export_heads(tmp_path, heads, VOCABULARY, TREE, torch.float32, {})
     tensors = load_file(tmp_path / "model.safetensors")
-    assert set(tensors) == {f"{what}.weight" for k in range(2) for what in (f"blocks.{k}.layers.0", f"lm_heads.{k}")} | {
-        "token_map"
-    }
-    assert torch.equal(tensors["lm_heads.1.weight"], heads.lm_heads.weight[1])
+    assert set(tensors) == {
+        f"{what}.weight" for k in range(2) for what in (f"blocks.{k}.layers.0", f"lm_heads.{k}")
+    } | {"token_map"}
+    assert torch.equal(tensors["lm_heads.1.weight"], heads.state_dict()["lm_heads.weight"][1])
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["medusa_fc_bias"], config["original_lm_head"]) == (False, False)
 
@@ -137,7 +137,10 @@ def test_a_config_that_contradicts_the_tensors_is_refused(tmp_path, claim, messa
 def test_a_damaged_config_says_so(tmp_path):
     export_heads(tmp_path, random_heads(), VOCABULARY, TREE, torch.float32, {})
     text = (tmp_path / "config.json").read_text()
-    for damaged, message in ((text[:50], "is damaged"), (text.replace("medusa_choices", "x"), "lacks 'medusa_choices'")):
+    for damaged, message in (
+        (text[:50], "is damaged"),
+        (text.replace("medusa_choices", "x"), "lacks 'medusa_choices'"),
+    ):
         (tmp_path / "config.json").write_text(damaged)
         with pytest.raises(ValueError, match=message):
             load_served(tmp_path)
@@ -199,7 +202,13 @@ def test_checkpoints_are_found_by_name_score_step_and_path(tmp_path):
 def test_a_damaged_checkpoint_is_refused(tmp_path):
     path = checkpoint_at(tmp_path, 5, 1.5)
     record = (path / "heads.json").read_text()
-    for damaged in ("{}", record[:-9], record.replace('"num_heads": 3', '"num_heads": 2')):
+    for damaged in (
+        "{}",
+        "[]",
+        record[:-9],
+        record.replace('"bias"', '"biass"'),
+        record.replace('"num_heads": 3', '"num_heads": 2'),
+    ):
         (path / "heads.json").write_text(damaged)
         with pytest.raises(ValueError, match="holds no readable heads"):
             load_heads(path)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 
-
 OPTIONS = [
     {},
     {"bias": False},

@@ -141,7 +141,7 @@ def load_served(folder: Path) -> ServedHeads:
     try:
         config = json.loads((folder / "config.json").read_text())
         tensors = load_file(file)
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} is damaged ({error}); run medusa_k25.export again") from None
     try:
         vocab_size, draft_size = config["vocab_size"], config["truncated_vocab_size"]
