@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from medusa_k25.checkpoint import write_heads
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
@@ -150,6 +150,22 @@ def test_a_source_may_have_rows_beyond_the_targets_tokens(tmp_path):
     write_vllm(tmp_path / "source", source, ALL)
     assert "20 of 20" in warm_start(heads, ALL, tmp_path / "source", 1.0)
     assert torch.equal(heads.lm_heads.weight, source.lm_heads.weight[:, :V])
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
+def test_a_shipped_copy_of_the_targets_lm_head_is_nobodys_own(tmp_path, name):
+    write_vllm(tmp_path / "source", trained(vocabulary=ALL), ALL)
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensors.pop("lm_head.weight").clone(), **{n: t.clone() for n, t in tensors.items()}}, file)
+    report = warm_start(fresh(vocabulary=ALL, own_lm_head=True), ALL, tmp_path / "source", 0.9)
+    assert "20 of 20 draft tokens" in report
+    assert "the source has no own lm_heads" in report
+
+
+def test_without_a_map_the_first_tokens_are_meant(tmp_path):
+    write_vllm(tmp_path / "source", trained(), ALL, truncated_vocab_size=7)
+    assert "2 of 4 draft tokens (50.0%)" in warm_start(fresh(), VOCABULARY, tmp_path / "source", 0.5)
 
 
 def test_own_lm_heads_are_dropped_loudly_and_shared_ones_leave_the_targets(tmp_path):
