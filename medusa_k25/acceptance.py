@@ -16,7 +16,7 @@ from medusa_k25.data.windows import documents_of, future_of, runs_of
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.metrics import top_accuracy
 from medusa_k25.ngram import ngram_accepted
-from medusa_k25.replay import Acceptance, answer_ranks, interval, walk, walks
+from medusa_k25.replay import Acceptance, answer_ranks, best_tree, interval, walk, walks
 from medusa_k25.tree import Tree
 
 
@@ -88,15 +88,13 @@ class Evaluator:
         for n in self.num_nodes:
             add("n-gram lookup", n, None, [walk(a.tolist()) for a in self._looked_up(cache, heldout, n - 1)])
         for name, some_heads in (("untrained heads", untrained), ("heads", heads)):
-            calibration = torch.cat(
-                answer_ranks(some_heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
-            )
+            calibration = answer_ranks(some_heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
             ranks = answer_ranks(some_heads, lm_head_MD, vocabulary, cache, heldout)
             for depth in range(1, heads.num_heads + 1):
                 chain = Tree.chain(depth)
                 add(f"{name}, chain", chain.num_nodes, chain, walks(ranks, chain))
             for n in self.num_nodes:
-                tree = Tree.best(calibration, n, min(self.max_width, len(vocabulary)))
+                tree = best_tree(calibration, n, self.max_width)
                 add(f"{name}, tree", n, tree, walks(ranks, tree))
         exists = torch.cat(
             [

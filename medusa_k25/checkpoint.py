@@ -68,7 +68,7 @@ def load_heads(folder: Path) -> HeadsCheckpoint:
         heads = HEADS[arguments.pop("type")](**arguments)
         vocabulary = DraftVocabulary(tensors.pop("draft_vocabulary"), record["vocab_size"])
         heads.load_state_dict(tensors)
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder} holds no readable heads ({reason}); choose another checkpoint") from None
     return HeadsCheckpoint(folder, heads.eval(), vocabulary, record)

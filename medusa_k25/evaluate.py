@@ -27,6 +27,7 @@ def main(cfg: DictConfig) -> None:
     lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
     heads = checkpoint.heads.to(device)
     untrained = type(heads)(**arguments_of(heads)).to(device)
+    untrained.init_lm_heads(lm_head_MD)
     evaluation = instantiate(cfg.evaluate).run(cache, heads, untrained, checkpoint.vocabulary, lm_head_MD)
     print(acceptance_table(evaluation))
     update_report(run_dir, "evaluate", {"checkpoint": str(checkpoint.path)} | evaluation.as_json())

@@ -13,7 +13,7 @@ from medusa_k25.cache import Cache
 from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.data.windows import documents_of
-from medusa_k25.replay import answer_ranks
+from medusa_k25.replay import answer_ranks, best_tree
 from medusa_k25.report import update_report
 from medusa_k25.serving.formats import export_heads
 from medusa_k25.tree import Tree
@@ -25,17 +25,16 @@ def main(cfg: DictConfig) -> None:
     run_dir, folder = Path(cfg.run_dir), Path(cfg.export_dir)
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
     checkpoint.refuse_other_target(target)
-    vocabulary = checkpoint.vocabulary
+    vocabulary, trained = checkpoint.vocabulary, checkpoint.record["config"]
     if cfg.tree is not None:
         tree = Tree(cfg.tree)
-    elif cfg.num_nodes == checkpoint.record["config"]["num_nodes"]:
+    elif all(cfg[key] == trained[key] for key in ("num_nodes", "max_width")):
         tree = Tree(checkpoint.record["tree"])
     else:
         cache = Cache.open(Path(cfg.cache), target)
-        calibration = documents_of(cache, "calibration")
         lm_head_MD = vocabulary.rows(target.lm_head).float()
-        ranks_NK = torch.cat(answer_ranks(checkpoint.heads, lm_head_MD, vocabulary, cache, calibration))
-        tree = Tree.best(ranks_NK, cfg.num_nodes, min(cfg.max_width, len(vocabulary)))
+        calibration = answer_ranks(checkpoint.heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
+        tree = best_tree(calibration, cfg.num_nodes, cfg.max_width)
     provenance = {key: checkpoint.record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     export_heads(folder, checkpoint.heads, vocabulary, tree, getattr(torch, cfg.export_dtype), provenance)
     update_report(

@@ -20,7 +20,7 @@ from medusa_k25.data.windows import Batch
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.loss import MedusaLoss
 from medusa_k25.metrics import top_accuracy
-from medusa_k25.replay import future_ranks, replay
+from medusa_k25.replay import best_tree, future_ranks, replay
 from medusa_k25.tree import Tree
 
 VALIDATION_SPLITS = ("calibration", "heldout")  # in the order of MedusaData.val_dataloader
@@ -86,7 +86,9 @@ class MedusaModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         features_KND, labels_KN = self.features_and_labels(batch)
-        total, sum_K = self.loss(features_KND, self.lm_head_MD, labels_KN, batch.count_K)
+        total, sum_K = self.heads.with_lm_head(
+            self.lm_head_MD, lambda lm_head: self.loss(features_KND, lm_head, labels_KN, batch.count_K)
+        )
         accumulate = self.trainer.accumulate_grad_batches
         self._sum_K = sum_K if batch_idx % accumulate == 0 else self._sum_K + sum_K
         step = self.trainer.global_step + 1
@@ -118,16 +120,18 @@ class MedusaModule(L.LightningModule):
 
     def validation_step(self, batch: Answer, batch_idx: int, dataloader_idx: int = 0) -> None:
         hidden_SD, future_SK = batch
-        if len(hidden_SD):
+        hidden_SD = hidden_SD.to(self.lm_head_MD.dtype)
+        # for a rank without an answer, too: under ZeRO-3 the others wait for its share of the weights
+        ranks_SK = future_ranks(self.heads, self.lm_head_MD, self.vocabulary, hidden_SD, future_SK)
+        if len(ranks_SK):
             split = VALIDATION_SPLITS[dataloader_idx]
-            hidden_SD = hidden_SD.to(self.lm_head_MD.dtype)
-            self._ranks[split].append(future_ranks(self.heads, self.lm_head_MD, self.vocabulary, hidden_SD, future_SK))
+            self._ranks[split].append(ranks_SK)
             self._exists[split].append((future_SK[:, 1:] != IGNORE).cpu())
 
     def on_validation_epoch_end(self) -> None:
         ranks = {split: self._from_all_ranks(self._ranks[split]) for split in VALIDATION_SPLITS}
         exists = {split: self._from_all_ranks(self._exists[split]) for split in VALIDATION_SPLITS}
-        self.tree = Tree.best(torch.cat(ranks["calibration"]), self.num_nodes, self.max_width)
+        self.tree = best_tree(ranks["calibration"], self.num_nodes, self.max_width)
         chain = Tree.chain(self.heads.num_heads)
         metrics = {}
         for split in VALIDATION_SPLITS:

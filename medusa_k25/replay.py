@@ -8,7 +8,7 @@ The words: a pass verifies a tree below the root, the token that the target prod
 and one token of the target's own. Acceptance length = tokens emitted by passes / passes; the token that prefill emits
 is not counted, and drafts beyond the answer's end do not count.
 
-Letters: S states of one answer, K heads, D hidden.
+Letters: S states of one answer, K heads, D hidden, M draft vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -104,12 +104,20 @@ def future_ranks(
     """Ranks [S, K], on the CPU, of the labels in `future_SK` (see `labels.future_tokens`) at the states hidden_SD."""
     future_SK = future_SK.to(hidden_SD.device)
     features_KSD = heads(hidden_SD, future_SK[:, :-1])
-    labels_SK = vocabulary.to_draft(future_SK[:, 1:])
-    ranks_KS = [
-        label_ranks(features_SD, lm_head_MD, labels_S)
-        for features_SD, labels_S in zip(features_KSD, labels_SK.T, strict=True)
-    ]
-    return torch.stack(ranks_KS, dim=1).cpu()
+    labels_KS = vocabulary.to_draft(future_SK[:, 1:]).T
+
+    def ranks_of(lm_head: Tensor) -> Tensor:
+        lm_heads_KMD = lm_head.expand(heads.num_heads, -1, -1)
+        return torch.stack([label_ranks(*each) for each in zip(features_KSD, lm_heads_KMD, labels_KS, strict=True)])
+
+    return heads.with_lm_head(lm_head_MD, ranks_of).T.cpu()
+
+
+def best_tree(calibration: Sequence[Tensor], num_nodes: int, max_width: int) -> Tree:
+    """`Tree.best` on the answers of calibration text, each given by its ranks [S, K] (see `answer_ranks`)."""
+    if not calibration:
+        raise ValueError("there is no answer in the calibration split to choose a tree on; capture more conversations")
+    return Tree.best(torch.cat(list(calibration)), num_nodes, max_width)
 
 
 def interval(walks: Sequence[Acceptance], samples: int = 1000, seed: int = 0) -> tuple[float, float]:

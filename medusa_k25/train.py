@@ -35,6 +35,7 @@ from medusa_k25.module import MedusaModule
 from medusa_k25.report import read_report, update_report
 from medusa_k25.target import Target
 from medusa_k25.tracking import MetricsTable
+from medusa_k25.warm_start import warm_start
 
 say = rank_zero_only(print)
 
@@ -171,10 +172,14 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 with torch 2.13
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     L.seed_everything(cfg.seed, verbose=False)
-    heads = instantiate(cfg.heads)(hidden_size=target.hidden_size)
     loss = instantiate(cfg.loss)
     counts_V = token_counts(cache, documents_of(cache, "train"))
     vocabulary = DraftVocabulary.most_frequent(counts_V, cfg.draft_vocab_size)
+    lm_head_MD = vocabulary.rows(target.lm_head)
+    heads = instantiate(cfg.heads)(hidden_size=target.hidden_size, draft_vocab_size=len(vocabulary))
+    heads.init_lm_heads(lm_head_MD)
+    if cfg.warm_start is not None and last is None:
+        say(warm_start(heads, vocabulary, Path(cfg.warm_start), cfg.warm_start_min_match))
     data: MedusaData = instantiate(cfg.data)(
         cache=cache,
         num_heads=heads.num_heads,
@@ -185,7 +190,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     module = MedusaModule(
         heads,
         vocabulary,
-        vocabulary.rows(target.lm_head).to(dtype),
+        lm_head_MD.to(dtype),
         loss,
         instantiate(cfg.optimizer),
         instantiate(cfg.schedule),
@@ -247,7 +252,8 @@ def cost_of(
 ) -> TrainingCost:
     M, D = module.lm_head_MD.shape
     heads = module.heads
-    parameters = sum(parameter.numel() for parameter in heads.parameters())
+    own = 0 if heads.lm_heads is None else heads.lm_heads.weight.numel()
+    parameters = sum(parameter.numel() for parameter in heads.parameters()) - own
     return TrainingCost(
         K=heads.num_heads,
         N=cfg.data.batch_size * cfg.data.window,
@@ -256,7 +262,7 @@ def cost_of(
         parameters=parameters,
         further_parameters=parameters * (cfg.heads.num_blocks - 1) // cfg.heads.num_blocks,
         blocks=cfg.heads.num_blocks,
-        own_lm_head=False,
+        own_lm_head=heads.own_lm_head,
         teacher=False,
         strategy=cfg.strategy.name,
         world_size=devices * cfg.trainer.num_nodes,

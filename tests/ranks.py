@@ -62,7 +62,8 @@ def main():
 
         def build_with_job(*args, job=job, cfg=cfg):
             built = build(*args)
-            built.trainer.callbacks.append(Job(cfg.run_dir, job.get("kill"), job.get("signal")))
+            job_callback = Job(cfg.run_dir, job.get("kill"), job.get("signal"))
+            built.trainer.callbacks.append(job_callback)  # type: ignore[attr-defined]
             return built
 
         training.build = build_with_job

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import answers_of
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
-from medusa_k25.loss import MedusaLoss
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode
 from medusa_k25.target import TargetModel
@@ -29,25 +30,31 @@ def served(request, tmp_path_factory):
     return target, model, cache, end_ids, fitted_heads(target, cache)
 
 
-def fitted_heads(target, cache):
+def vocabulary_of(target, draft_size=None):
+    return DraftVocabulary.most_frequent(torch.arange(target.vocab_size, 0, -1), draft_size)
+
+
+def fitted_heads(target, cache, draft_size=None, **options):
     torch.manual_seed(0)
-    heads = ResidualHeads(target.hidden_size, num_heads=K)
-    lm_head = target.lm_head.float()
+    vocabulary = vocabulary_of(target, draft_size)
+    heads = ResidualHeads(target.hidden_size, num_heads=K, draft_vocab_size=len(vocabulary), **options)
+    lm_head_MD = vocabulary.rows(target.lm_head).float()
+    heads.init_lm_heads(lm_head_MD)
     answers = [a for d in cache.documents for a in answers_of(cache, d, K)]
     hidden_ND, future_NK = torch.cat([h for h, _ in answers]), torch.cat([f for _, f in answers])
-    labels_KN, loss = future_NK[:, 1:].T, MedusaLoss()
+    labels_KN = vocabulary.to_draft(future_NK[:, 1:]).T
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-2)
     for _ in range(25):
-        total, _ = loss(heads(hidden_ND, future_NK[:, :-1]), lm_head, labels_KN, (labels_KN >= 0).sum(1))
+        lm_head = heads.with_lm_head(lm_head_MD, lambda lm_head: lm_head)
+        logits_KNM = heads(hidden_ND, future_NK[:, :-1]) @ lm_head.mT
         optimizer.zero_grad()
-        total.backward()
+        cross_entropy(logits_KNM.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORE).backward()
         optimizer.step()
     return heads
 
 
 def drafter_of(target, heads, tree, draft_size=None):
-    counts_V = torch.arange(target.vocab_size, 0, -1)
-    vocabulary = DraftVocabulary.most_frequent(counts_V, draft_size)
+    vocabulary = vocabulary_of(target, draft_size)
     return Drafter(heads, vocabulary, vocabulary.rows(target.lm_head).float(), tree)
 
 
@@ -62,6 +69,23 @@ def test_output_is_greedy_and_counts_are_replays(served, tree, draft_size):
     assert proof.decoded == proof.replayed
     if tree is TREE:
         assert proof.decoded.length > 1.3  # the equality would say little if nothing were accepted
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"own_lm_head": True}], ids=str)
+@pytest.mark.parametrize("draft_size", [None, 300])
+def test_heads_of_every_option_decode_as_they_replay(served, draft_size, options):
+    target, model, cache, end_ids, _ = served
+    heads = fitted_heads(target, cache, draft_size, **options)
+    drafter = drafter_of(target, heads, TREE, draft_size)
+    proof = prove(model, end_ids, drafter, cache, cache.documents, NEW_TOKENS)
+    assert proof.holds
+    assert proof.decoded == proof.replayed
+    assert proof.decoded.length > 1.3
+    if heads.own_lm_head:  # each head's lm_head is its own: with the others' the counts are other ones
+        with torch.no_grad():
+            heads.lm_heads.weight.copy_(heads.lm_heads.weight.roll(1, dims=0))
+        ranks = answer_ranks(heads, drafter.lm_head_MD, drafter.vocabulary, cache, cache.documents)
+        assert replay(ranks, TREE) != proof.decoded
 
 
 def test_proof_fails_when_decoding_differs(served):

@@ -4,31 +4,59 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_k25.data.labels import IGNORE
-from medusa_k25.heads import HEADS, DraftVocabulary
+from medusa_k25.heads import DraftVocabulary, ResidualHeads
+
+OPTIONS = [
+    {},
+    {"bias": False},
+    {"num_blocks": 2},
+    {"own_lm_head": True, "draft_vocab_size": 6},
+    {"own_lm_head": True, "draft_vocab_size": 6, "bias": False, "num_blocks": 2},
+]
+no_path = torch.zeros(5, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_at_step_0_every_head_equals_the_target(name):
-    heads = HEADS[name](hidden_size=8, num_heads=3)
-    hidden_ND = torch.randn(5, 8)
-    features_KND = heads(hidden_ND, torch.zeros(5, 3, dtype=torch.long))
-    assert all(torch.equal(features_ND, hidden_ND) for features_ND in features_KND)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_at_step_0_every_head_equals_the_target(options):
+    heads = ResidualHeads(8, 3, **options)
+    hidden_ND, lm_head_MD = torch.randn(5, 8), torch.randn(6, 8)
+    heads.init_lm_heads(lm_head_MD)
+    features_KND = heads(hidden_ND, no_path)
+    lm_heads_KMD = heads.with_lm_head(lm_head_MD, lambda lm_head: lm_head.expand(3, -1, -1))
+    assert len(features_KND) == len(lm_heads_KMD) == 3
+    for features_ND, own_MD in zip(features_KND, lm_heads_KMD, strict=True):
+        assert torch.equal(features_ND @ own_MD.T, hidden_ND @ lm_head_MD.T)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_all_parameters_are_distinct_and_learn(name):
-    heads = HEADS[name](hidden_size=8, num_heads=3)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_all_parameters_are_distinct_and_learn(options):
+    heads = ResidualHeads(8, 3, **options)
+    lm_head_MD = torch.randn(6, 8)
+    heads.init_lm_heads(lm_head_MD)
     parameters = list(heads.parameters())
     assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
+    assert len(parameters) == 3 * heads.num_blocks * (1 + heads.bias) + heads.own_lm_head
+    before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    for _ in range(2):
-        heads(torch.randn(5, 8), torch.zeros(5, 3, dtype=torch.long)).square().sum().backward()
-        optimizer.step()
-    assert all(parameter.abs().sum() > 0 for parameter in parameters)
+    features_KND = heads(torch.randn(5, 8), no_path)
+    logits_KNM = heads.with_lm_head(lm_head_MD, lambda lm_head: features_KND @ lm_head.mT)
+    logits_KNM.logsumexp(-1).sum().backward()
+    optimizer.step()
+    # every head's part of it, too
+    changed = [(new - old).flatten(1 if new.ndim == 3 else 0) for new, old in zip(parameters, before, strict=True)]
+    assert all((change.abs().sum(-1) > 0).all() for change in changed)
+    if heads.lm_heads is not None:
+        assert not torch.equal(heads.lm_heads.weight[0], lm_head_MD)
+    assert not any("bias" in name for name, _ in heads.named_parameters()) or heads.bias
+
+
+def test_own_lm_heads_need_their_size():
+    with pytest.raises(ValueError, match="own_lm_head=true needs draft_vocab_size"):
+        ResidualHeads(8, own_lm_head=True)
 
 
 def test_residual_blocks_are_summed_as_written():
-    heads = HEADS["residual"](hidden_size=4, num_heads=2, num_blocks=2)
+    heads = ResidualHeads(hidden_size=4, num_heads=2, num_blocks=2)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_()

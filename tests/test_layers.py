@@ -14,10 +14,10 @@ LAYERS = {
     "target": ["target", "target_builders", "conversations"],
     "cache": ["cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
-    "heads": ["heads", "heads.base", "heads.residual", "heads.vocabulary"],
+    "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.formats", "serving.decode"],
-    "training": ["module", "strategy", "checkpoint", "callbacks", "tracking", "report"],
+    "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
     "entry points": ["config", "generate", "capture", "train", "evaluate", "export", "decode", "__main__"],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}

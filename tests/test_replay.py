@@ -1,10 +1,13 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medusa_k25.data.labels import IGNORE
+from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.metrics import MISS
 from medusa_k25.ngram import ngram_accepted
-from medusa_k25.replay import Acceptance, interval, replay, walk
+from medusa_k25.replay import Acceptance, best_tree, future_ranks, interval, replay, walk
 from medusa_k25.tree import Tree
 
 
@@ -46,6 +49,37 @@ def test_replay_equals_a_token_by_token_server(rows):
         state += min(longest + 1, S - state)
         passes += 1
     assert replay([ranks_SK], tree).passes == passes
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_ranks_are_those_of_each_heads_own_logits(own, bias):
+    generator = torch.Generator().manual_seed(0)
+    S, K, D = 6, 3, 8
+    vocabulary = DraftVocabulary(torch.tensor([0, 2, 3, 5, 8, 9]), vocab_size=10)
+    heads = ResidualHeads(D, K, bias=bias, own_lm_head=own, draft_vocab_size=6)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(generator=generator)
+    lm_head_MD = torch.randn(6, D, generator=generator)
+    hidden_SD = torch.randn(S, D, generator=generator)
+    future_SK = torch.randint(-1, 10, (S, K + 1), generator=generator)
+    future_SK[future_SK < 0] = IGNORE
+    ranks_SK = future_ranks(heads, lm_head_MD, vocabulary, hidden_SD, future_SK)
+    lm_heads = list(heads.state_dict()["lm_heads.weight"]) if own else [lm_head_MD] * K
+    for k, features_SD in enumerate(heads(hidden_SD, future_SK[:, :-1])):
+        order_SM = vocabulary.to_target((features_SD @ lm_heads[k].T).argsort(dim=1, descending=True)).tolist()
+        labels = future_SK[:, k + 1].tolist()
+        expected = [order.index(y) if y in order else MISS for order, y in zip(order_SM, labels, strict=True)]
+        assert ranks_SK[:, k].tolist() == expected
+
+
+def test_the_best_tree_is_chosen_on_all_answers_together():
+    answers = [torch.tensor([[0, 1], [0, 1]]), torch.tensor([[2, 0]]), torch.tensor([[3, 3]] * 9)]
+    assert best_tree(answers, 3, max_width=3) == Tree([[0], [0, 1]])
+    assert best_tree(answers, 3, max_width=4) == Tree([[3], [3, 3]])
+    with pytest.raises(ValueError, match="no answer in the calibration split"):
+        best_tree([], 3, 3)
 
 
 def test_acceptances_add_up():

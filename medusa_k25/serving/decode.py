@@ -3,7 +3,7 @@
 Slow and plain on purpose: it is what a serving engine must equal, and what replay is held against. Lossless: at every
 node the target chooses its own next token (greedily or by sampling) and the walk goes on while a draft carries it.
 
-Letters: T tokens, n tree nodes, V vocabulary, D hidden, M draft vocabulary.
+Letters: T tokens, n tree nodes, V vocabulary, D hidden, K heads, M draft vocabulary.
 """
 
 import time
@@ -46,7 +46,7 @@ def sampled(temperature: float, top_p: float = 1.0, generator: torch.Generator |
 
 
 class Drafter:
-    """Heads, their lm_head rows and a tree: fills the tree's nodes from one hidden state."""
+    """Heads, the target's lm_head rows and a tree: fills the tree's nodes from one hidden state."""
 
     def __init__(self, heads: Heads, vocabulary: DraftVocabulary, lm_head_MD: Tensor, tree: Tree):
         tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
@@ -58,8 +58,9 @@ class Drafter:
         if not self.tree.paths:
             return [root]
         root_K = torch.full((1, self.heads.num_heads), root, device=hidden_D.device)
-        features_KD = self.heads(hidden_D[None].to(self.lm_head_MD.dtype), root_K)[: self.tree.depth, 0]
-        choices = self.vocabulary.to_target(topk_ids(features_KD @ self.lm_head_MD.T, self.tree.width)).tolist()
+        features_K1D = self.heads(hidden_D[None].to(self.lm_head_MD.dtype), root_K)
+        logits_KM = self.heads.with_lm_head(self.lm_head_MD, lambda lm_head: features_K1D @ lm_head.mT)[:, 0]
+        choices = self.vocabulary.to_target(topk_ids(logits_KM, self.tree.width)).tolist()
         return [root, *(choices[len(path) - 1][path[-1]] for path in self.tree.paths)]
 
 

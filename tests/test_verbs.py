@@ -1,0 +1,80 @@
+"""Heads with own lm_heads and without bias, from a checkpoint through evaluate, export and decode."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from medusa_k25 import decode, evaluate, export
+from medusa_k25.checkpoint import write_heads
+from medusa_k25.config import compose
+from medusa_k25.serving.formats import load_served
+from medusa_k25.tree import Tree
+from tests.test_decode import fitted_heads, vocabulary_of
+from tests.tiny import NEW_TOKENS, cache_of
+
+DRAFT_SIZE = 300
+
+
+@pytest.fixture(scope="module")
+def cache(tiny_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verbs") / "cache"
+    return cache_of(tiny_llama, folder, num_documents=40, end_ids=tiny_llama.end_ids)
+
+
+@pytest.fixture(scope="module")
+def run_verb(cache, tiny_llama, tmp_path_factory):
+    """(verb, overrides...) -> what it wrote into report.json; the run folder holds one checkpoint."""
+    heads = fitted_heads(tiny_llama, cache, DRAFT_SIZE, bias=False, own_lm_head=True)
+    record = {
+        "target": {"name": tiny_llama.name, "revision": "", "fingerprints": tiny_llama.fingerprints},
+        "cache_fingerprint": cache.fingerprint,
+        "code_version": "0",
+        "step": 1,
+        "config": {"num_nodes": 3, "max_width": 10},
+        "metrics": {"calibration/acceptance_tree": 1.0},
+        "tree": [[0], [1]],
+    }
+    run_dir = tmp_path_factory.mktemp("run")
+    folder = run_dir / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    write_heads(folder, heads.state_dict(), heads, vocabulary_of(tiny_llama, DRAFT_SIZE), record)
+
+    def run(verb, *overrides):
+        config = compose(
+            [
+                "target=local",
+                f"target.path={tiny_llama.path}",
+                f"cache={cache.path}",
+                f"run_dir={run_dir}",
+                f"generate.max_new_tokens={NEW_TOKENS}",
+                "evaluate.num_nodes=[9]",
+                "num_nodes=3",
+                *overrides,
+            ]
+        )
+        inspect.unwrap(verb.main)(config)  # without the command line around it
+        return json.loads((run_dir / "report.json").read_text())
+
+    return run
+
+
+def test_own_lm_heads_go_from_a_checkpoint_to_decoding(run_verb):
+    report = run_verb(evaluate)
+    length = {(row["predictor"], row["num_nodes"]): row["every"]["length"] for row in report["evaluate"]["rows"]}
+    assert length["heads, tree", 9] > length["untrained heads, tree", 9] > 1  # untrained ones draft too
+    run_verb(export, "num_nodes=9", "export_dtype=float32")
+    report = run_verb(decode, "decode_prompts=null")
+    assert report["decode"]["holds"]
+    assert report["decode"]["acceptance_length"] == length["heads, tree", 9]
+
+
+def test_the_tree_is_chosen_again_where_its_limits_are_others(run_verb):
+    def tree(*overrides):
+        return load_served(Path(run_verb(export, *overrides)["export"]["folder"])).tree
+
+    assert tree() == Tree([[0], [1]])  # as at training
+    assert tree("max_width=1") == Tree.chain(2)
+    assert tree("num_nodes=4") == Tree.chain(3)  # these heads are fitted to the text
+    assert tree("tree=[[0],[2]]") == Tree([[0], [2]])
