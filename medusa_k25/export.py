@@ -4,17 +4,18 @@ python -m medusa_k25.export [checkpoint=best] [num_nodes=9] [tree=[[0],[0,0],[1]
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from medusa_k25.cache import Cache
-from medusa_k25.checkpoint import find_checkpoint, load_heads
+from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.data.windows import documents_of
 from medusa_k25.replay import answer_ranks, best_tree
-from medusa_k25.report import update_report
+from medusa_k25.report import read_report, update_report
 from medusa_k25.serving.formats import export_heads
 from medusa_k25.tree import Tree
 
@@ -40,7 +41,25 @@ def main(cfg: DictConfig) -> None:
     update_report(
         run_dir, "export", {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
     )
+    if cfg.logger.wandb_project is not None:
+        log_to_wandb(cfg, checkpoint, tree, provenance)
     print(f"wrote {folder}: {checkpoint.heads.num_heads} heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
+
+
+def log_to_wandb(cfg: DictConfig, checkpoint: HeadsCheckpoint, tree: Tree, provenance: dict[str, Any]) -> None:
+    """The exported folder as an artifact of the training's run, which it continues, and what `evaluate` has found."""
+    _, run = instantiate(cfg.logger)
+    step, metrics = checkpoint.record["step"], checkpoint.record["metrics"]
+    run.log_hyperparams(
+        {key: checkpoint.record[key] for key in ("target", "cache_fingerprint", "code_version", "config")}
+    )
+    run.log_heads(metrics, step)
+    if "evaluate" in (report := read_report(Path(cfg.run_dir))):
+        run.log_evaluation(report["evaluate"]["rows"], cfg.break_even, step)
+    acceptance = {name: value for name, value in metrics.items() if "/acceptance_" in name}
+    tree_paths = [list(path) for path in tree.paths]
+    run.log_folder(Path(cfg.export_dir), {**provenance, "acceptance": acceptance, "tree": tree_paths})
+    run.finish()
 
 
 if __name__ == "__main__":

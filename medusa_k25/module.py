@@ -3,9 +3,9 @@
 Letters: N positions, S states of one answer, D hidden, K heads, M draft vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import cos, pi
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
 import torch
@@ -14,16 +14,34 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from medusa_k25.data.datamodule import Answer
+from medusa_k25.data.datamodule import VALIDATION_SPLITS, Answer
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import Batch
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.loss import MedusaLoss
 from medusa_k25.metrics import top_accuracy
-from medusa_k25.replay import best_tree, future_ranks, replay
+from medusa_k25.replay import Acceptance, best_tree, future_ranks, replay
 from medusa_k25.tree import Tree
 
-VALIDATION_SPLITS = ("calibration", "heldout")  # in the order of MedusaData.val_dataloader
+Item = TypeVar("Item")
+
+
+class Validated(NamedTuple):
+    """One answer: the ranks of its labels, which of them exist, and the label of its conversation."""
+
+    ranks_SK: Tensor
+    exists_SK: Tensor
+    label: str | None
+
+
+class Counts(NamedTuple):
+    """What one answer adds to the figures of its split."""
+
+    tree: Acceptance
+    chain: Acceptance
+    hits_KR: Tensor
+    count_K: Tensor
+    label: str | None
 
 
 def warmup_cosine(warmup_fraction: float, final_fraction: float, max_steps: int) -> Callable[[int], float]:
@@ -44,12 +62,39 @@ def warmup_cosine(warmup_fraction: float, final_fraction: float, max_steps: int)
     return factor
 
 
+def acceptance(answers: Sequence[Counts]) -> dict[str, Acceptance]:
+    """Of the tree and of the chain, over all `answers`."""
+    return {
+        "tree": sum((answer.tree for answer in answers), Acceptance()),
+        "chain": sum((answer.chain for answer in answers), Acceptance()),
+    }
+
+
+def figures(answers: Sequence[Counts]) -> dict[str, float]:
+    """The figures of a split, see MedusaModule."""
+    accepted = acceptance(answers)
+    found = {f"acceptance_{shape}": counted.length for shape, counted in accepted.items()}
+    hits_KR = torch.stack([answer.hits_KR for answer in answers]).sum(dim=0)
+    count_K = torch.stack([answer.count_K for answer in answers]).sum(dim=0)
+    for k, shares in enumerate((hits_KR / count_K[:, None].clamp(min=1)).tolist(), start=1):
+        found |= {f"top{top}_head{k}": share for top, share in enumerate(shares, start=1)}
+        passes = sum(count for drafts, count in accepted["tree"].accepted.items() if drafts >= k)
+        found[f"accepted_head{k}"] = passes / accepted["tree"].passes
+    return found
+
+
 class MedusaModule(L.LightningModule):
     """Heads to train, the frozen lm_head rows they share, and what is measured.
 
     `lm_head_MD` is a non-persistent buffer: in no optimizer and in no checkpoint. `optimizer` and `schedule` are called
     with the parameters and with max_steps. Validation replays whole answers: it chooses the best tree of `num_nodes`
-    nodes on calibration text and reports the acceptance length of that tree and of the chain on both splits.
+    nodes on calibration text and reports what that tree and the chain accept on every split:
+
+    SPLIT/acceptance_tree   acceptance length; of held-out conversations with a label also heldout/acceptance_tree/LABEL
+    SPLIT/acceptance_chain  likewise
+    SPLIT/accepted_headK    share of the tree's passes that accepted drafts of heads 1 to K
+    SPLIT/topR_headK        share of the labels that are among the head's R best choices
+    break_even              the acceptance length at which speculation pays, where `break_even` gives it
     """
 
     lm_head_MD: Tensor
@@ -65,6 +110,7 @@ class MedusaModule(L.LightningModule):
         num_nodes: int,
         max_width: int,
         log_every: int,
+        break_even: float | None,
     ):
         super().__init__()
         if num_nodes < 2 or max_width < 1:
@@ -72,12 +118,12 @@ class MedusaModule(L.LightningModule):
         self.heads, self.vocabulary, self.loss = heads, vocabulary, loss
         self.register_buffer("lm_head_MD", lm_head_MD, persistent=False)
         self.optimizer, self.schedule = optimizer, schedule
-        self.num_nodes, self.max_width, self.log_every = num_nodes, max_width, log_every
+        self.num_nodes, self.max_width = num_nodes, max_width
+        self.log_every, self.break_even = log_every, break_even
         self.tree: Tree | None = None  # chosen at the latest validation
         self.validation_metrics: dict[str, float] = {}
         self._sum_K = torch.zeros(heads.num_heads)  # this rank's loss of the step so far
-        self._ranks: dict[str, list[Tensor]] = {}
-        self._exists: dict[str, list[Tensor]] = {}
+        self._validated: dict[str, list[Validated]] = {}  # this rank's share
 
     def features_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features [K, N, D] and draft-vocabulary labels [K, N]."""
@@ -115,40 +161,46 @@ class MedusaModule(L.LightningModule):
             logger.log_metrics(metrics, step)
 
     def on_validation_epoch_start(self) -> None:
-        self._ranks = {split: [] for split in VALIDATION_SPLITS}
-        self._exists = {split: [] for split in VALIDATION_SPLITS}
+        self._validated = {split: [] for split in VALIDATION_SPLITS}
 
     def validation_step(self, batch: Answer, batch_idx: int, dataloader_idx: int = 0) -> None:
-        hidden_SD, future_SK = batch
-        hidden_SD = hidden_SD.to(self.lm_head_MD.dtype)
+        hidden_SD = batch.hidden_SD.to(self.lm_head_MD.dtype)
         # for a rank without an answer, too: under ZeRO-3 the others wait for its share of the weights
-        ranks_SK = future_ranks(self.heads, self.lm_head_MD, self.vocabulary, hidden_SD, future_SK)
+        ranks_SK = future_ranks(self.heads, self.lm_head_MD, self.vocabulary, hidden_SD, batch.future_SK)
         if len(ranks_SK):
-            split = VALIDATION_SPLITS[dataloader_idx]
-            self._ranks[split].append(ranks_SK)
-            self._exists[split].append((future_SK[:, 1:] != IGNORE).cpu())
+            exists_SK = (batch.future_SK[:, 1:] != IGNORE).cpu()
+            self._validated[VALIDATION_SPLITS[dataloader_idx]].append(Validated(ranks_SK, exists_SK, batch.label))
 
     def on_validation_epoch_end(self) -> None:
-        ranks = {split: self._from_all_ranks(self._ranks[split]) for split in VALIDATION_SPLITS}
-        exists = {split: self._from_all_ranks(self._exists[split]) for split in VALIDATION_SPLITS}
-        self.tree = best_tree(ranks["calibration"], self.num_nodes, self.max_width)
-        chain = Tree.chain(self.heads.num_heads)
-        metrics = {}
+        ranks = self._from_all_ranks([answer.ranks_SK for answer in self._validated["calibration"]])
+        self.tree = best_tree(ranks, self.num_nodes, self.max_width)
+        metrics: dict[str, float] = {}
         for split in VALIDATION_SPLITS:
-            metrics[f"{split}/acceptance_tree"] = replay(ranks[split], self.tree).length
-            metrics[f"{split}/acceptance_chain"] = replay(ranks[split], chain).length
-            hits_KR, count_K = top_accuracy(torch.cat(ranks[split]).T, torch.cat(exists[split]).T)
-            for k, head in enumerate((hits_KR / count_K[:, None].clamp(min=1)).tolist(), start=1):
-                metrics |= {f"{split}/top{top}_head{k}": value for top, value in enumerate(head, start=1)}
+            # every rank walks its own answers; what the others need is small
+            answers = self._from_all_ranks([self._count(answer, self.tree) for answer in self._validated[split]])
+            metrics |= {f"{split}/{name}": value for name, value in figures(answers).items()}
+            if split == "heldout":
+                for label in sorted({answer.label for answer in answers if answer.label is not None}):
+                    labelled = [answer for answer in answers if answer.label == label]
+                    for shape, accepted in acceptance(labelled).items():
+                        metrics[f"heldout/acceptance_{shape}/{label}"] = accepted.length
+        if self.break_even is not None:
+            metrics["break_even"] = self.break_even
         self.validation_metrics = metrics
         self.report(metrics, self.trainer.global_step)
 
-    def _from_all_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _count(self, answer: Validated, tree: Tree) -> Counts:
+        trees = (tree, Tree.chain(self.heads.num_heads))
+        in_tree, in_chain = (replay([answer.ranks_SK], shape) for shape in trees)
+        hits_KR, count_K = top_accuracy(answer.ranks_SK.T, answer.exists_SK.T)
+        return Counts(in_tree, in_chain, hits_KR, count_K, answer.label)
+
+    def _from_all_ranks(self, items: list[Item]) -> list[Item]:
         if self.trainer.world_size == 1:
-            return tensors
+            return items
         shares: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(shares, tensors)
-        return [tensor for share in shares for tensor in share]
+        torch.distributed.all_gather_object(shares, items)
+        return [item for share in shares for item in share]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = self.optimizer(self.parameters())

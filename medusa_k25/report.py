@@ -1,17 +1,22 @@
 """What a run has to show: report.json for scripts, tables for the terminal, one self-contained page for people."""
 
+import csv
 import html
 import io
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_k25.acceptance import Evaluation
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 COLOURS = {"heads, tree": "#1f5fa8", "untrained heads, tree": "#9a9a9a", "n-gram lookup": "#c9772b"}
+TEXT_COLOURS = {"heldout": "#1f5fa8", "calibration": "#9a9a9a", "train": "#3f8f5f"}
 HEAD_COLOURS = ("#12365f", "#1f5fa8", "#5b93cc", "#a5c4e4", "#c9d9ea", "#dde6ef", "#e8eef4", "#f0f4f8")
 
 
@@ -82,6 +87,8 @@ def write_page(run_dir: Path) -> Path:
     report = read_report(run_dir)
     evaluation, decode = report["evaluate"], report.get("decode")
     rows = evaluation["rows"]
+    curves = read_curves(run_dir / "metrics.csv")
+    break_even = curves["break_even"][-1][1] if "break_even" in curves else None
     tiles = [_tile("held-out answers", f"{evaluation['answers']}", f"{evaluation['loops']} end in a loop")]
     size = report.get("export", {}).get("nodes", 9)
     for predictor in ("heads, tree", "untrained heads, tree", "n-gram lookup"):
@@ -91,24 +98,40 @@ def write_page(run_dir: Path) -> Path:
             tiles.append(
                 _tile(f"{predictor}, {size} nodes", f"{row['every']['length']:.2f}", f"95%: {low:.2f} to {high:.2f}")
             )
+    if break_even is not None:
+        tiles.append(_tile("break-even", f"{break_even:.2f}", "acceptance length at which speculation pays"))
     if decode:
         same = decode["prompts"] - len(decode["other_output"])
         note = "counts equal replay's" if not decode["other_counts"] else "counts differ from replay's"
         tiles.append(_tile("answers equal to greedy", f"{same} of {decode['prompts']}", note))
 
     pictures = [
-        _figure(_acceptance_by_nodes(rows), "Tokens emitted a verify pass against tokens verified, on held-out text."),
-        _figure(_accuracy_by_head(evaluation["accuracy"]), "Share of held-out labels among each head's best choices."),
+        _figure(
+            draw_acceptance(rows, break_even),
+            "Tokens emitted a verify pass against tokens verified, on held-out text, with 95% intervals.",
+        ),
+        _figure(
+            draw_heads(evaluation["accuracy"], accepted_by_head(rows, size)),
+            "Share of held-out labels among each head's best choices, and of the verify passes that accept its draft.",
+        ),
     ]
-    curves = _curves(run_dir / "metrics.csv")
-    pictures += [_figure(svg, caption) for svg, caption in curves]
+    losses = [curves[metric] for metric in sorted(curves) if metric.startswith("train/loss_head")]
+    if losses:
+        pictures.append(_figure(_draw_losses(losses), "Training loss of each head."))
+    if "heldout/acceptance_tree" in curves:
+        caption = "Acceptance length replayed at every validation; training text: as many answers as held-out text has."
+        pictures.append(_figure(_draw_acceptance_over_steps(curves, break_even), caption))
     body = "\n".join(
         [
             f"<h1>{html.escape(run_dir.name)}</h1>",
             f'<p class="note">checkpoint {html.escape(evaluation["checkpoint"])}</p>',
             f'<div class="tiles">{"".join(tiles)}</div>',
             f'<div class="pictures">{"".join(pictures)}</div>',
-            _table(rows),
+            _table(
+                ("predictor", "nodes", "acceptance length", "95% interval", "without loops", "passes saved"),
+                [_cells(row) for row in rows],
+            ),
+            *_labels(report.get("train", {}).get("metrics", {})),
         ]
     )
     page = run_dir / "report.html"
@@ -120,30 +143,68 @@ def _tile(what: str, value: str, note: str) -> str:
     return f'<div class="tile"><span>{html.escape(what)}</span><b>{value}</b><span>{html.escape(note)}</span></div>'
 
 
-def _figure(svg: str, caption: str) -> str:
+def _figure(figure: "Figure", caption: str) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), count=1, flags=re.DOTALL)
     return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = []
-    for row in rows:
-        low, high = row["interval"]
-        cells = [
-            f"{row['every']['length']:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            f"{row['without_loops']['length']:.3f}",
-            f"{row['every']['passes_saved']:.1%}",
-        ]
-        numbers = "".join(f"<td>{cell}</td>" for cell in [str(row["num_nodes"]), *cells])
-        lines.append(f"<tr><th>{html.escape(row['predictor'])}</th>{numbers}</tr>")
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("predictor", "nodes", "acceptance length", "95% interval", "without loops", "passes saved")
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = [
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows
+    ]
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _axes(width: float = 5.4, height: float = 3.4) -> tuple[Any, Any]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = row["interval"]
+    return [
+        row["predictor"],
+        str(row["num_nodes"]),
+        f"{row['every']['length']:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        f"{row['without_loops']['length']:.3f}",
+        f"{row['every']['passes_saved']:.1%}",
+    ]
+
+
+def _labels(metrics: Mapping[str, float]) -> list[str]:
+    """What the best checkpoint accepted on the held-out text of each label; nothing where no conversation has one."""
+    tree, chain = "heldout/acceptance_tree", "heldout/acceptance_chain"
+    labels = [metric.removeprefix(f"{tree}/") for metric in metrics if metric.startswith(f"{tree}/")]
+    if not labels:
+        return []
+    rows = [[label, f"{metrics[f'{tree}/{label}']:.3f}", f"{metrics[f'{chain}/{label}']:.3f}"] for label in labels]
+    rows.append(["all held-out text", f"{metrics[tree]:.3f}", f"{metrics[chain]:.3f}"])
+    return ["<h2>By label, best checkpoint</h2>", _table(("label", "acceptance length, tree", "chain"), rows)]
+
+
+def read_curves(metrics_csv: Path) -> dict[str, list[tuple[int, float]]]:
+    """metric -> [(step, value), ...] of a metrics.csv; empty where there is none."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    if metrics_csv.exists():
+        with metrics_csv.open(newline="") as file:
+            for row in csv.DictReader(file):
+                curves.setdefault(row["metric"], []).append((int(row["step"]), float(row["value"])))
+    return curves
+
+
+def accepted_by_head(rows: Sequence[Mapping[str, Any]], num_nodes: int) -> list[float]:
+    """Share of the verify passes that accept drafts of heads 1 to k, for every k; from an evaluation's rows as JSON."""
+    row = next((row for row in rows if (row["predictor"], row["num_nodes"]) == ("heads, tree", num_nodes)), None)
+    if row is None:
+        return []
+    accepted = {int(drafts): count for drafts, count in row["every"]["accepted"].items()}
+    deepest = max(map(len, row["tree"]), default=0)
+    return [
+        sum(count for drafts, count in accepted.items() if drafts >= k) / row["every"]["passes"]
+        for k in range(1, deepest + 1)
+    ]
+
+
+def _axes(width: float = 5.4, height: float = 3.4) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -154,13 +215,13 @@ def _axes(width: float = 5.4, height: float = 3.4) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _svg(figure: Any) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), count=1, flags=re.DOTALL)
+def _draw_break_even(axes: "Axes", break_even: float | None) -> None:
+    if break_even is not None:
+        axes.axhline(break_even, linestyle="--", color="#b03a3a", linewidth=1.2, label=f"break-even, {break_even:g}")
 
 
-def _acceptance_by_nodes(rows: Sequence[Mapping[str, Any]]) -> str:
+def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: float | None) -> "Figure":
+    """Acceptance length of every predictor against the size of its trees; `rows` of an evaluation as JSON."""
     figure, axes = _axes()
     for predictor, colour in COLOURS.items():
         some = [row for row in rows if row["predictor"] == predictor]
@@ -168,6 +229,7 @@ def _acceptance_by_nodes(rows: Sequence[Mapping[str, Any]]) -> str:
         axes.plot(nodes, [row["every"]["length"] for row in some], "o-", color=colour, label=predictor, markersize=4)
         low, high = zip(*(row["interval"] for row in some), strict=True)
         axes.fill_between(nodes, low, high, color=colour, alpha=0.12, linewidth=0)
+    _draw_break_even(axes, break_even)
     axes.set_xscale("log", base=2)
     sizes = sorted({row["num_nodes"] for row in rows if row["predictor"] in COLOURS})
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -175,56 +237,53 @@ def _acceptance_by_nodes(rows: Sequence[Mapping[str, Any]]) -> str:
     axes.set_xlabel("nodes verified in a pass (root included)")
     axes.set_ylabel("acceptance length")
     axes.legend(frameon=False)
-    return _svg(figure)
+    return figure
 
 
-def _accuracy_by_head(accuracy: Sequence[Sequence[float]]) -> str:
+def draw_heads(accuracy_KR: Sequence[Sequence[float]], accepted_K: Sequence[float]) -> "Figure":
+    """Each head's top-1 to top-R accuracy, and how many of the verify passes accept a draft of its depth."""
     figure, axes = _axes()
-    for r in reversed(range(len(accuracy[0]))):
-        shares = [head[r] for head in accuracy]
-        bars = axes.bar(range(1, len(accuracy) + 1), shares, color=HEAD_COLOURS[r], label=f"top-{r + 1}", width=0.7)
+    for r in reversed(range(len(accuracy_KR[0]))):
+        shares = [head[r] for head in accuracy_KR]
+        bars = axes.bar(range(1, len(accuracy_KR) + 1), shares, color=HEAD_COLOURS[r], label=f"top-{r + 1}", width=0.7)
         if r == 0:
             axes.bar_label(bars, [f"{share:.2f}" for share in shares], label_type="center", color="white", fontsize=9)
-    axes.set_xticks(range(1, len(accuracy) + 1))
+    if accepted_K:
+        axes.plot(range(1, len(accepted_K) + 1), accepted_K, "D-", color="#c9772b", label="accepted", markersize=4)
+    axes.set_xticks(range(1, len(accuracy_KR) + 1))
     axes.set_xlabel("head")
-    axes.set_ylabel("share of labels")
+    axes.set_ylabel("share")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False)
-    return _svg(figure)
+    return figure
 
 
-def _curves(metrics_csv: Path) -> list[tuple[str, str]]:
-    if not metrics_csv.exists():
-        return []
-    series: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for line in metrics_csv.read_text().splitlines()[1:]:
-        step, metric, value = line.split(",")
-        series[metric].append((int(step), float(value)))
-    pictures = []
-    losses = sorted(metric for metric in series if metric.startswith("train/loss_head"))
-    if losses:
-        figure, axes = _axes()
-        for k, metric in enumerate(losses):
-            axes.plot(*zip(*series[metric], strict=True), color=HEAD_COLOURS[k], label=f"head {k + 1}", linewidth=1.2)
-        axes.set_xlabel("step")
-        axes.set_ylabel("cross-entropy, training")
-        axes.legend(frameon=False)
-        pictures.append((_svg(figure), "Training loss of each head."))
-    replayed = {
-        "heldout/acceptance_tree": ("held-out, tree", "#1f5fa8", "-"),
-        "heldout/acceptance_chain": ("held-out, chain", "#5b93cc", "-"),
-        "calibration/acceptance_tree": ("calibration, tree", "#1f5fa8", ":"),
-        "calibration/acceptance_chain": ("calibration, chain", "#5b93cc", ":"),
-    }
-    if set(replayed) <= set(series):
-        figure, axes = _axes()
-        for metric, (label, colour, style) in replayed.items():
-            axes.plot(*zip(*series[metric], strict=True), style, color=colour, label=label, marker="o", markersize=3)
-        axes.set_xlabel("step")
-        axes.set_ylabel("acceptance length")
-        axes.legend(frameon=False)
-        pictures.append((_svg(figure), "Acceptance length replayed at every validation."))
-    return pictures
+def _draw_losses(losses: Sequence[Sequence[tuple[int, float]]]) -> "Figure":
+    figure, axes = _axes()
+    for k, loss in enumerate(losses):
+        axes.plot(*zip(*loss, strict=True), color=HEAD_COLOURS[k], label=f"head {k + 1}", linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy, training")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _draw_acceptance_over_steps(
+    curves: Mapping[str, Sequence[tuple[int, float]]], break_even: float | None
+) -> "Figure":
+    figure, axes = _axes()
+    for text, colour in TEXT_COLOURS.items():
+        for shape, style in (("tree", "-"), ("chain", ":")):
+            curve = curves.get(f"{text}/acceptance_{shape}")
+            if curve:
+                axes.plot(
+                    *zip(*curve, strict=True), style, color=colour, label=f"{text}, {shape}", marker="o", markersize=3
+                )
+    _draw_break_even(axes, break_even)
+    axes.set_xlabel("step")
+    axes.set_ylabel("acceptance length")
+    axes.legend(frameon=False)
+    return figure
 
 
 PAGE = """<!doctype html>
@@ -234,6 +293,7 @@ PAGE = """<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fafafa; margin: 2rem auto; max-width: 72rem;
        padding: 0 1rem }
 h1 { font-size: 1.5rem; margin: 0 }
+h2 { font-size: 1.1rem; margin: 1.2rem 0 .5rem }
 .note { color: #666; margin: .2rem 0 1.2rem; overflow-wrap: anywhere }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem }
 .tile { background: white; border: 1px solid #e4e4e4; border-radius: 8px; padding: .7rem 1rem; flex: 1 1 10rem;

@@ -34,7 +34,7 @@ from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
 from medusa_k25.report import read_report, update_report
 from medusa_k25.target import Target
-from medusa_k25.tracking import MetricsTable
+from medusa_k25.tracking import MetricsTable, WandbRun
 from medusa_k25.warm_start import warm_start
 
 say = rank_zero_only(print)
@@ -74,13 +74,15 @@ def train(cfg: DictConfig) -> None:
     claim(run_dir, cfg, target, cache)
     say(training.summary)
 
+    step = 0 if last is None else read_record(last)["step"]
     if last is not None:
-        step = read_record(last)["step"]
         if step >= cfg.trainer.max_steps:
             say(f"{run_dir} is trained to step {step} already; raise trainer.max_steps to go on")
             return
         say(f"going on from {last}")
-        MetricsTable(run_dir).resume(step)
+    MetricsTable(run_dir).resume(step)
+    for logger in training.trainer.loggers:
+        logger.log_hyperparams(dict(training.checkpoints.record))
     try:
         training.trainer.fit(
             training.module,
@@ -97,10 +99,17 @@ def train(cfg: DictConfig) -> None:
         best = load_heads(find_checkpoint(checkpoints, "best"))
         metrics = best.record["metrics"]
         update_report(run_dir, "train", {"checkpoint": str(best.path), "metrics": metrics})
+        for logger in training.trainer.loggers:
+            if isinstance(logger, WandbRun):
+                logger.log_heads(metrics, best.record["step"])
+                logger.finish()
+        tree = metrics["heldout/acceptance_tree"]
+        against = ""
+        if cfg.break_even is not None:
+            against = f", {'above' if tree > cfg.break_even else 'below'} the break-even of {cfg.break_even:g}"
         print(
-            f"acceptance length on held-out text {metrics['heldout/acceptance_tree']:.3f} "
-            f"(tree of {cfg.num_nodes} nodes), {metrics['heldout/acceptance_chain']:.3f} (chain); "
-            f"best checkpoint: {best.path}"
+            f"acceptance length on held-out text {tree:.3f} (tree of {cfg.num_nodes} nodes{against}), "
+            f"{metrics['heldout/acceptance_chain']:.3f} (chain); best checkpoint: {best.path}"
         )
 
 
@@ -197,6 +206,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         cfg.num_nodes,
         cfg.max_width,
         cfg.trainer.log_every_n_steps,
+        cfg.break_even,
     )
     record = {
         "target": {

@@ -5,7 +5,7 @@ Letters: S states of one answer, D hidden, K heads, V target vocabulary, W windo
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -17,7 +17,15 @@ from medusa_k25.data.sampler import Position, StepShares
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.windows import Run, Windows, documents_of, future_of, runs_of
 
-Answer = tuple[Tensor, Tensor]  # hidden [S, D], future tokens [S, K+1]
+VALIDATION_SPLITS: tuple[Split, ...] = ("calibration", "heldout", "train")  # in the order of val_dataloader
+
+
+class Answer(NamedTuple):
+    """A whole answer: its states, `labels.future_tokens` of each, and the label of its conversation."""
+
+    hidden_SD: Tensor
+    future_SK: Tensor  # int64 [S, K+1]
+    label: str | None
 
 
 class Answers(Dataset):
@@ -32,7 +40,7 @@ class Answers(Dataset):
     def __getitem__(self, index: int) -> Answer:
         run = self.runs[index]
         hidden_SD = self.cache.read_rows(run.document.shard, run.row_start, run.row_stop)
-        return hidden_SD, future_of(self.cache, run, self.num_heads)
+        return Answer(hidden_SD, future_of(self.cache, run, self.num_heads), run.document.label)
 
 
 class EqualShares(Sampler[list[int]]):
@@ -111,11 +119,21 @@ class MedusaData(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[DataLoader]:
-        """Calibration text, then held-out text."""
-        return [self._answers("calibration"), self._answers("heldout")]
+        """Calibration text, held-out text, and as many answers of training text, so that over-fitting shows."""
+        runs = {split: self._mixed_runs(split) for split in VALIDATION_SPLITS}
+        runs["train"] = runs["train"][: len(runs["heldout"])]
+        return [self._answers(runs[split]) for split in VALIDATION_SPLITS]
 
-    def _answers(self, split: Split) -> DataLoader:
+    def _mixed_runs(self, split: Split) -> list[Run]:
+        """The split's answers in an order that is mixed, but always the same: its first ones are a fair sample.
+
+        `trainer.limit_val_batches` takes the first ones too.
+        """
         runs = [run for document in self.documents[split] for run in runs_of(self.cache, document)]
+        order = torch.randperm(len(runs), generator=torch.Generator().manual_seed(0)).tolist()
+        return [runs[i] for i in order]
+
+    def _answers(self, runs: Sequence[Run]) -> DataLoader:
         answers = Answers(self.cache, runs, self.num_heads)
         trainer = self._trainer()
         return DataLoader(
@@ -128,7 +146,7 @@ class MedusaData(L.LightningDataModule):
 
     def _no_answer(self) -> Answer:
         hidden_SD = self.cache.read_rows(self.windows.runs[0].document.shard, 0, 0)
-        return hidden_SD, torch.empty(0, self.num_heads + 1, dtype=torch.long)
+        return Answer(hidden_SD, torch.empty(0, self.num_heads + 1, dtype=torch.long), None)
 
     def advance(self) -> None:
         """Count one step as consumed."""
