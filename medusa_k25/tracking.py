@@ -75,9 +75,9 @@ class WandbRun(Logger):
     """The W&B run of a run folder: one, whatever verb, rank or resumed process logs to it. It starts at its first use.
 
     Its id lies in the folder, as wandb_id, and moves with it. Without a key, without a server or with
-    WANDB_MODE=offline it logs offline, from the first row of metrics.csv on: W&B cannot join offline folders of one
-    run, so each of them holds the whole run, and the newest is the one to upload.
-    W&B never ends a training: what fails there is said once, and metrics.csv goes on alone.
+    WANDB_MODE=offline it logs offline, and starts with the rows of metrics.csv: W&B does not join the offline folders
+    of one run, and that of a killed process may be empty. So each holds the whole run, and the newest is the one to
+    upload. W&B never ends a training: what fails there is said once, and metrics.csv goes on alone.
     """
 
     def __init__(self, run_dir: str, name: str, project: str):
@@ -185,7 +185,7 @@ def _why_offline() -> str | None:
     try:
         return None if wandb.login(prompt=False) else "no W&B key found"
     except wandb.Error as error:
-        return f"W&B does not take the key ({error})"
+        return f"no login at W&B ({error})"
 
 
 def _heads(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import pytest
 
 from medusa_k25.acceptance import Evaluation, Row
 from medusa_k25.replay import walk
-from medusa_k25.report import acceptance_table, read_report, summary, update_report, write_page
+from medusa_k25.report import acceptance_table, accepted_by_head, read_report, summary, update_report, write_page
+from medusa_k25.tracking import MetricsTable
 from medusa_k25.tree import Tree
 
 
@@ -54,3 +55,34 @@ def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, evaluati
     assert not re.search(r"""(src|href)=["'](?!#)""", page.replace('xlink:href="#', ""))
     assert "heads, tree:           2.000 (1.900 to 2.100), 50.0% of the passes saved" in summary(tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["evaluate"]["rows"][2]["tree"] == [[0], [1]]
+
+
+def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evaluation):
+    metrics = {
+        f"{text}/acceptance_{shape}": value
+        for text, value in (("calibration", 1.5), ("heldout", 1.4), ("train", 1.9))
+        for shape in ("tree", "chain")
+    }
+    metrics |= {"heldout/acceptance_tree/a, <b>": 1.7, "heldout/acceptance_chain/a, <b>": 1.2}
+    update_report(tmp_path, "train", {"metrics": metrics})
+    update_report(tmp_path, "evaluate", {"checkpoint": "step"} | evaluation.as_json())
+    table = MetricsTable(tmp_path)
+    for step, break_even in ((10, 9.0), (20, 2.46)):  # the latest counts
+        table.log_metrics(metrics | {"break_even": break_even}, step)
+    page = write_page(tmp_path).read_text()
+    assert page.count("<svg") == 3
+    # matplotlib writes the text of a legend into a comment beside its outlines
+    assert page.count("<!-- break-even, 2.46 -->") == 2
+    assert page.count("<!-- train, tree -->") == page.count("<!-- train, chain -->") == 1
+    assert "<b>2.46</b>" in page
+    assert "<tr><th>a, &lt;b&gt;</th><td>1.700</td><td>1.200</td></tr>" in page
+    assert "<tr><th>all held-out text</th><td>1.400</td><td>1.400</td></tr>" in page
+
+
+def test_accepted_drafts_by_head_come_from_the_passes_of_the_tree(evaluation):
+    rows = json.loads(json.dumps(evaluation.as_json()))["rows"]
+    assert accepted_by_head(rows, 9) == [1.0]
+    rows[2]["every"] |= {"accepted": {"0": 5, "1": 2, "2": 1}, "passes": 8}
+    rows[2]["tree"] = [[0], [1], [0, 0], [0, 0, 0]]
+    assert accepted_by_head(rows, 9) == [3 / 8, 1 / 8, 0.0]
+    assert accepted_by_head(rows, 5) == []

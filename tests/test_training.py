@@ -192,16 +192,6 @@ def test_a_refused_command_leaves_the_run_folder_free(config):
     training.train(config("trainer.max_steps=1"))
 
 
-def test_without_a_key_wandb_logs_offline(config, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    training.train(config("logger=wandb", "trainer.max_steps=1"))
-    assert "no W&B key found: logging offline" in capsys.readouterr().out
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-
-
 def test_a_killed_capture_is_finished_before_training(config, cache, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(cache.path, run / "cache")

@@ -1,5 +1,6 @@
 """Small caches of a small target's own greedy text."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ def cache_of(
     storage: str = "answers",
     shard_tokens: int = 4096,
     turns: int = 1,
+    labels: Sequence[str | None] = (None,),
 ) -> Cache:
     """Documents without a group, so that their split is spread by hash; each has `turns` greedy answers."""
     model = target.load_model(torch.float32)
@@ -59,6 +61,6 @@ def cache_of(
                 finish_reason="stop" if ids[-1] in end_ids else "length",
                 sampling={"mode": "greedy", "temperature": 0.0, "top_p": 1.0},
                 dtype="float32",
-                label=None,
+                label=labels[i % len(labels)],
             )
     return Cache.open(path, target)
