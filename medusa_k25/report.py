@@ -90,7 +90,8 @@ def write_page(run_dir: Path) -> Path:
     curves = read_curves(run_dir / "metrics.csv")
     break_even = curves["break_even"][-1][1] if "break_even" in curves else None
     tiles = [_tile("held-out answers", f"{evaluation['answers']}", f"{evaluation['loops']} end in a loop")]
-    size = report.get("export", {}).get("nodes", 9)
+    nodes = report.get("export", {}).get("nodes", 9)
+    size = min((row["num_nodes"] for row in rows if row["tree"]), key=lambda evaluated: abs(evaluated - nodes))
     for predictor in ("heads, tree", "untrained heads, tree", "n-gram lookup"):
         row = next((row for row in rows if (row["predictor"], row["num_nodes"]) == (predictor, size)), None)
         if row:
@@ -127,11 +128,12 @@ def write_page(run_dir: Path) -> Path:
             f'<p class="note">checkpoint {html.escape(evaluation["checkpoint"])}</p>',
             f'<div class="tiles">{"".join(tiles)}</div>',
             f'<div class="pictures">{"".join(pictures)}</div>',
+            *_labels(report.get("train", {}).get("metrics", {})),
+            "<h2>Every predictor and tree size</h2>",
             _table(
                 ("predictor", "nodes", "acceptance length", "95% interval", "without loops", "passes saved"),
                 [_cells(row) for row in rows],
             ),
-            *_labels(report.get("train", {}).get("metrics", {})),
         ]
     )
     page = run_dir / "report.html"
@@ -236,7 +238,7 @@ def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: float | None)
     axes.minorticks_off()
     axes.set_xlabel("nodes verified in a pass (root included)")
     axes.set_ylabel("acceptance length")
-    axes.legend(frameon=False)
+    axes.legend(edgecolor="none")
     return figure
 
 
@@ -253,8 +255,7 @@ def draw_heads(accuracy_KR: Sequence[Sequence[float]], accepted_K: Sequence[floa
     axes.set_xticks(range(1, len(accuracy_KR) + 1))
     axes.set_xlabel("head")
     axes.set_ylabel("share")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False)
+    figure.legend(loc="outside right upper", reverse=True, frameon=False)
     return figure
 
 
@@ -282,7 +283,7 @@ def _draw_acceptance_over_steps(
     _draw_break_even(axes, break_even)
     axes.set_xlabel("step")
     axes.set_ylabel("acceptance length")
-    axes.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 
@@ -296,7 +297,7 @@ h1 { font-size: 1.5rem; margin: 0 }
 h2 { font-size: 1.1rem; margin: 1.2rem 0 .5rem }
 .note { color: #666; margin: .2rem 0 1.2rem; overflow-wrap: anywhere }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem }
-.tile { background: white; border: 1px solid #e4e4e4; border-radius: 8px; padding: .7rem 1rem; flex: 1 1 10rem;
+.tile { background: white; border: 1px solid #e4e4e4; border-radius: 8px; padding: .7rem 1rem; flex: 1 1 8rem;
         display: flex; flex-direction: column }
 .tile b { font-size: 1.7rem; line-height: 1.3 }
 .tile span { color: #666; font-size: .85rem }

@@ -66,6 +66,7 @@ def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evalua
     metrics |= {"heldout/acceptance_tree/a, <b>": 1.7, "heldout/acceptance_chain/a, <b>": 1.2}
     update_report(tmp_path, "train", {"metrics": metrics})
     update_report(tmp_path, "evaluate", {"checkpoint": "step"} | evaluation.as_json())
+    update_report(tmp_path, "export", {"folder": "export", "nodes": 8})  # the tiles show the nearest size there is
     table = MetricsTable(tmp_path)
     for step, break_even in ((10, 9.0), (20, 2.46)):  # the latest counts
         table.log_metrics(metrics | {"break_even": break_even}, step)
@@ -75,6 +76,7 @@ def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evalua
     assert page.count("<!-- break-even, 2.46 -->") == 2
     assert page.count("<!-- train, tree -->") == page.count("<!-- train, chain -->") == 1
     assert "<b>2.46</b>" in page
+    assert "heads, tree, 9 nodes" in page
     assert "<tr><th>a, &lt;b&gt;</th><td>1.700</td><td>1.200</td></tr>" in page
     assert "<tr><th>all held-out text</th><td>1.400</td><td>1.400</td></tr>" in page
 

@@ -190,7 +190,7 @@ def test_one_run_for_all_ranks_and_verbs_before_and_after_a_kill(run):
 
 
 def test_the_newest_folder_holds_every_figure_of_every_step_once(run):
-    """It alone is the whole run: metrics.csv, which itself equals that of a run that was never killed."""
+    """It alone is the whole run, as metrics.csv is."""
     found = OfflineRun.newest(run)
     table = metrics(run)
     assert found.figures() == table
@@ -206,6 +206,11 @@ def test_the_newest_folder_holds_every_figure_of_every_step_once(run):
     assert {metric for _, metric in table} == (per_step | validated | {"break_even"}) - OF_THE_MACHINE
     assert found.x_axes["*"] == "trainer/global_step"
     assert {value for _, value in found.history["break_even"]} == {BREAK_EVEN}
+
+
+def test_the_figures_are_those_of_an_undisturbed_run_on_one_rank(run, overrides_of, tmp_path):
+    training.train(compose(overrides_of(tmp_path / "whole", "logger=csv")))
+    assert metrics(run) == pytest.approx(metrics(tmp_path / "whole"), rel=1e-3)
 
 
 def test_the_config_names_code_target_and_cache(run, cache, tiny_k25):
