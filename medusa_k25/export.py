@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25.cache import Cache
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads

@@ -75,9 +75,9 @@ class WandbRun(Logger):
     """The W&B run of a run folder: one, whatever verb, rank or resumed process logs to it. It starts at its first use.
 
     Its id lies in the folder, as wandb_id, and moves with it. Without a key, without a server or with
-    WANDB_MODE=offline it logs offline, and starts with the rows of metrics.csv: W&B does not join the offline folders
-    of one run, and that of a killed process may be empty. So each holds the whole run, and the newest is the one to
-    upload. W&B never ends a training: what fails there is said once, and metrics.csv goes on alone.
+    WANDB_MODE=offline it logs offline, and starts with the rows of metrics.csv: each offline folder holds the whole run
+    so far, because a killed process may leave an empty one and `wandb sync` may let a later one overwrite the earlier.
+    W&B never ends a training: what fails there is said once, and metrics.csv goes on alone.
     """
 
     def __init__(self, run_dir: str, name: str, project: str):
