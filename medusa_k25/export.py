@@ -50,9 +50,11 @@ def log_to_wandb(cfg: DictConfig, checkpoint: HeadsCheckpoint, tree: Tree, prove
     """The exported folder as an artifact of the training's run, which it continues, and what `evaluate` has found."""
     _, run = instantiate(cfg.logger)
     step, metrics = checkpoint.record["step"], checkpoint.record["metrics"]
-    run.log_hyperparams(
-        {key: checkpoint.record[key] for key in ("target", "cache_fingerprint", "code_version", "config")}
-    )
+    logged = {key: checkpoint.record[key] for key in ("target", "cache_fingerprint", "code_version", "config")}
+    config = Path(cfg.run_dir) / "config.yaml"  # the training may have gone on otherwise after this checkpoint
+    if config.exists():
+        logged["config"] = OmegaConf.to_container(OmegaConf.load(config))
+    run.log_hyperparams(logged)
     run.log_heads(metrics, step)
     if "evaluate" in (report := read_report(Path(cfg.run_dir))):
         run.log_evaluation(report["evaluate"]["rows"], cfg.break_even, step)
