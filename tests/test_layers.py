@@ -18,7 +18,7 @@ LAYERS = {
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance"],
     "serving": ["serving", "serving.formats", "serving.decode"],
     "training": ["module", "strategy", "checkpoint", "callbacks", "report"],
-    "entry points": ["config", "generate", "capture", "train", "evaluate", "export", "decode", "__main__"],
+    "entry points": ["config", "generate", "capture", "inspect", "train", "evaluate", "export", "decode", "__main__"],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
 
