@@ -67,7 +67,7 @@ def main(cfg: DictConfig) -> None:
             f"{len(damaged)} of {cache.num_shards} shards are damaged: {', '.join(damaged)}; "
             "restore the files, or remove their lines from the index and capture again"
         )
-    print(f"all {cache.num_shards:,} shards are sound; wrote {Path(cfg.run_dir) / 'report.json'}")
+    print(f"{cache.num_shards:,} of {cache.num_shards:,} shards are sound; wrote {Path(cfg.run_dir) / 'report.json'}")
 
 
 def contents_of(cache: Cache, document: Document) -> Contents:
