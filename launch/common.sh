@@ -4,7 +4,6 @@
 PYTHON=${PYTHON:-python3}
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export DRY_RUN=${DRY_RUN:-0}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets anyway, without its warning
 
 refuse() {
     echo "error: $*" >&2
@@ -32,7 +31,7 @@ dry_run() {
 # Prints a command with the environment that the recipe gives it, to be pasted into a shell.
 show() {
     local name line=
-    for name in OMP_NUM_THREADS $(compgen -e NCCL_ || true) $(compgen -e TORCH_NCCL_ || true); do
+    for name in $(compgen -e OMP_NUM_THREADS || true) $(compgen -e NCCL_ || true); do
         line+="$name=$(printf %q "${!name}") "
     done
     line+=$(printf '%q ' "$@")

@@ -25,6 +25,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets anyway, without its warning
 EXP=${EXP:-k25_nvl8_multinode}
 for name in NNODES NODE_RANK MASTER_ADDR; do
     [[ -n ${!name:-} ]] || refuse "$name is needed; see the top of ${BASH_SOURCE[0]}"

@@ -24,6 +24,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets anyway, without its warning
 EXP=${EXP:-k25_4heads}
 count_gpus
 

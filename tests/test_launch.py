@@ -90,7 +90,7 @@ NODE_1 = (
     " --master-port 29500 --rdzv-conf timeout=900 -m medusa_k25.train"
 )
 SRUN = "OMP_NUM_THREADS=1 srun --kill-on-bad-exit=0 --wait=120 --cpus-per-task=8 python3 -m medusa_k25.train"
-VERB = "OMP_NUM_THREADS=1 python3 -m medusa_k25"
+VERB = "python3 -m medusa_k25"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_dry_run_of_everything(tmp_path):
         + " +exp=k25_nvl8_multinode trainer.num_nodes=2 trainer.devices=8 name=n cache=c\n",
     )
     status, out = run("hero_run.sh", tmp_path, **options | {"NODE_RANK": "0"})
-    assert [line.split()[3] for line in out.splitlines() if not line.startswith("#")] == [
+    assert [line.split()[2] for line in out.splitlines() if not line.startswith("#")] == [
         "medusa_k25.inspect",
-        "--nnodes",
+        f"{LAUNCH}/agent.py",
         "medusa_k25.evaluate",
         "medusa_k25.export",
     ]
