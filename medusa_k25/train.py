@@ -16,7 +16,10 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -51,6 +54,11 @@ class Training:
 
 @verb("target", "data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy", "logger")
 def main(cfg: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN and device_count(cfg.trainer) * cfg.trainer.num_nodes > 1:
+        raise ValueError(
+            "a sweep (--multirun) with several devices: every rank would start the whole sweep again. Run the "
+            "settings one after another in a shell loop, each with its own name=, or set trainer.devices=1"
+        )
     train(cfg)
 
 
@@ -105,7 +113,7 @@ def train(cfg: DictConfig) -> None:
 
 
 def make_inputs(cfg: DictConfig, target: Target) -> None:
-    if int(os.environ.get("LOCAL_RANK", 0)):
+    if rank_zero_only.rank:  # type: ignore[attr-defined]
         raise ValueError("the inputs are missing: run medusa_k25.generate and medusa_k25.capture before several ranks")
     from medusa_k25.capture import capture
     from medusa_k25.generate import generate
@@ -227,6 +235,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         strategy=strategy,
         val_check_interval=cfg.trainer.val_check_interval * cfg.trainer.accumulate_grad_batches,  # Lightning's unit
         logger=instantiate(cfg.logger),
+        plugins=[SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else [],  # Stopped does it
         callbacks=[Progress(cost.flops_per_position, peak), checkpoints],
         enable_progress_bar=False,  # our own Progress
         default_root_dir=cfg.run_dir,

@@ -3,6 +3,7 @@
 Letters: S states of one answer, D hidden, K heads, V target vocabulary, W windows.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +53,12 @@ class EqualShares(Sampler[list[int]]):
 def only(answers: Sequence[Answer], empty: Answer) -> Answer:
     """The one answer of a batch, or `empty` where a rank has none left."""
     return answers[0] if answers else empty
+
+
+def ignore_signals(worker: int) -> None:
+    """Signals reach whole process groups; when to stop is decided by the ranks, which still need their data then."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class MedusaData(L.LightningDataModule):
@@ -107,6 +114,7 @@ class MedusaData(L.LightningDataModule):
             batch_size=None,  # a share is a whole micro-batch already
             sampler=shares,
             num_workers=self.num_workers,
+            worker_init_fn=ignore_signals,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -122,6 +130,7 @@ class MedusaData(L.LightningDataModule):
             answers,
             batch_sampler=EqualShares(len(answers), trainer.global_rank, trainer.world_size),
             num_workers=self.num_workers,
+            worker_init_fn=ignore_signals,
             collate_fn=partial(only, empty=self._no_answer()),
             pin_memory=torch.cuda.is_available(),
         )
