@@ -48,7 +48,7 @@ class Training:
     module: MedusaModule
     data: MedusaData
     trainer: L.Trainer
-    checkpoints: Checkpoints
+    cost: TrainingCost
     summary: str
 
 
@@ -246,7 +246,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         "calibration": vocabulary.coverage(token_counts(cache, data.documents["calibration"])),
     }
     summary = summarise(cfg, target, module, data, cost, peak, coverage)
-    return Training(module, data, trainer, checkpoints, summary)
+    return Training(module, data, trainer, cost, summary)
 
 
 def device_count(trainer: Any) -> int:
