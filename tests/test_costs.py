@@ -1,7 +1,7 @@
 """The arithmetic of a run before it starts, against the figures of Kimi-K2.5 and against real objects."""
 
-from collections import namedtuple
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -64,12 +64,11 @@ def test_what_does_not_fit_names_the_settings_that_would():
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(config, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: namedtuple("Memory", "available")(10_000_000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000_000))
     with pytest.raises(ValueError, match=r"a device would need 0\.\d GB .*0\.0 GB are free.*would fit with"):
         training.train(config())
     monkeypatch.undo()
-    usage = namedtuple("Usage", "total used free")
-    monkeypatch.setattr(training.shutil, "disk_usage", lambda folder: usage(10, 10, 0))
+    monkeypatch.setattr(training.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     with pytest.raises(ValueError, match=r"checkpoints need .* GB, 0\.0 GB are free in .*run_dir="):
         training.train(config())
     assert not (tmp_path / "run").exists()
