@@ -13,9 +13,9 @@
 
 Each time is forward + backward. Rounds alternate between the methods; shown are medians, and of ratios the median over
 the ratios of each round: the speed of the bare products of CE is 100%, the time of our CE is 1.00. Peak memory is what
-one step in a fresh process needed beyond the inputs; the second table shows how it grows with the batch. Letters:
-K heads, N labelled positions a head, D hidden, V vocabulary, M all labelled positions of all heads, R rows and C
-columns of a block.
+one step in a fresh process needed beyond the inputs, for this batch and for one of a quarter: ours grows by gradients
+and the teacher's rows, of D numbers each, not by V. Letters: K heads, N labelled positions a head, D hidden,
+V vocabulary, M all labelled positions of all heads, R rows and C columns of a block.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import gc
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,9 +49,10 @@ class Shape:
         return 4 * self.K * self.N * self.D * self.V
 
 
-SHAPES = (Shape(K=4, N=512, D=576, V=49152), Shape(K=4, N=128, D=1024, V=163840))
+SHAPES = (Shape(K=4, N=512, D=576, V=49152), Shape(K=4, N=96, D=1024, V=163840))
 BARE, FULL, FULL_KD = "matrix products", "full logits CE", "full logits KD"
-OURS = {"ours CE": 0.0, "ours KD": 1.0, "ours mix": 0.5}  # share of distillation
+OURS_CE = "ours CE"
+OURS = {OURS_CE: 0.0, "ours KD": 1.0, "ours mix": 0.5}  # share of distillation
 TORCH, CHUNKED = "torch linear_ce", "torch chunked"
 METHODS = (BARE, *OURS, FULL, FULL_KD, *((TORCH, CHUNKED) if hasattr(F, "linear_cross_entropy") else ()))
 
@@ -140,21 +141,27 @@ def choose_clock(cpu_seconds: bool) -> Callable[[], float]:
     return time.process_time
 
 
-def in_fresh_process(method: str, shape: Shape, dtype: torch.dtype, cpu_seconds: bool) -> tuple[float, int]:
-    """(seconds, peak bytes beyond the inputs) of one step; on the CPU the peak is the process's, on Linux only."""
+def in_fresh_process(
+    method: str, shapes: Sequence[Shape], dtype: torch.dtype, cpu_seconds: bool
+) -> list[tuple[float, int]]:
+    """(seconds, peak bytes beyond the inputs) of one step each; on the CPU the process's peak, on Linux only."""
     clock = choose_clock(cpu_seconds)
     step(method, Shape(K=1, N=1, D=8, V=16), dtype)()  # libraries load, threads start
-    run = step(method, shape, dtype)
-    if DEVICE == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return seconds(run, clock), torch.cuda.max_memory_allocated() - before
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # sets the peak, VmHWM, back to the current size
-    before = status_bytes("VmRSS")
-    return seconds(run, clock), status_bytes("VmHWM") - before
+    results = []
+    for shape in shapes:
+        run = step(method, shape, dtype)
+        if DEVICE == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            results.append((seconds(run, clock), torch.cuda.max_memory_allocated() - before))
+            continue
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # sets the peak, VmHWM, back to the current size
+        before = status_bytes("VmRSS")
+        results.append((seconds(run, clock), status_bytes("VmHWM") - before))
+    return results
 
 
 def status_bytes(field: str) -> int:
@@ -165,52 +172,43 @@ def status_bytes(field: str) -> int:
 def report(shape: Shape, dtype: torch.dtype, rounds: int, cpu_seconds: bool) -> None:
     clock = choose_clock(cpu_seconds)
     shapes = {method: replace(shape, K=1) if method == CHUNKED else shape for method in METHODS}
+    small = shape.N // 4
     times: dict[str, list[float]] = {}
-    peaks = {}
+    peaks, small_peaks = {}, {}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for method in METHODS:
-            once, peaks[method] = pool.apply(in_fresh_process, (method, shapes[method], dtype, cpu_seconds))
-            times[method] = [once] if method == CHUNKED else []
+        for method, own in shapes.items():
+            (_, small_peaks[method]), (once, peaks[method]) = pool.apply(
+                in_fresh_process, (method, (replace(own, N=small), own), dtype, cpu_seconds)
+            )
+            times[method] = [once * shape.flops / own.flops] if method == CHUNKED else []
     runs = {method: step(method, shape, dtype) for method in METHODS if method != CHUNKED}
     for _ in range(rounds):
         for method, run in runs.items():
             times[method].append(seconds(run, clock))
-    print(f"\nK={shape.K} N={shape.N} D={shape.D} V={shape.V:,} {str(dtype).removeprefix('torch.')}, {rounds} rounds")
+    name = str(dtype).removeprefix("torch.")
+    print(f"\nK={shape.K} N={shape.N} D={shape.D} V={shape.V:,} {name}, {rounds} rounds; MB are peak memory")
     print(
-        f"{'':24} {'seconds':>8} {'GFLOP/s':>8} {'share of products':>18} {'x our CE':>9} "
-        f"{'peak MB':>8} {'of full logits':>15}"
+        f"{'':24} {'seconds':>8} {'GFLOP/s':>8} {'share of products':>18} {'x ours CE':>10} "
+        f"{f'MB, N={small}':>10} {f'MB, N={shape.N}':>10} {'of full logits':>15}"
     )
-    ours = next(iter(OURS))
     for method in METHODS:
-        work = shapes[method].flops / shape.flops
         median = statistics.median(times[method])
-
-        def relative(other: str, method: str = method, work: float = work) -> float:
-            """Time of the method over that of another."""
-            pairs = zip(times[method], times[other], strict=False)
-            return statistics.median(own_s / other_s for own_s, other_s in pairs) / work
-
         print(
-            f"{method + (' (1 head)' if method == CHUNKED else ''):24} {median:8.2f} "
-            f"{shapes[method].flops / median / 1e9:8.0f} {1 / relative(BARE):18.0%} {relative(ours):9.2f} "
-            f"{peaks[method] / 1e6:8.0f} {peaks[method] / peaks[FULL]:15.3f}",
+            f"{method + (' (1 head x K)' if method == CHUNKED else ''):24} {median:8.2f} "
+            f"{shape.flops / median / 1e9:8.0f} {median_ratio(times[BARE], times[method]):18.0%} "
+            f"{median_ratio(times[method], times[OURS_CE]):10.2f} "
+            f"{small_peaks[method] / 1e6:10.0f} {peaks[method] / 1e6:10.0f} {peaks[method] / peaks[FULL]:15.3f}",
             flush=True,
         )
 
 
-def report_memory(shape: Shape, dtype: torch.dtype) -> None:
-    """Peak memory of a small and of a large batch."""
-    batches = [replace(shape, N=shape.N // 4), shape]
-    print(f"\npeak MB, K={shape.K} D={shape.D} V={shape.V:,}" + "".join(f" {f'N={s.N}':>8}" for s in batches))
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for method in (*OURS, FULL, FULL_KD):
-            peaks = [pool.apply(in_fresh_process, (method, batch, dtype, False))[1] for batch in batches]
-            print(f"{method:30}" + "".join(f" {peak / 1e6:8.0f}" for peak in peaks), flush=True)
+def median_ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(time_s / other_s for time_s, other_s in zip(times, others, strict=False))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.loss", description="The loss beside its alternatives.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cpu-seconds", action="store_true", help="measure CPU seconds on one thread")
     arguments = parser.parse_args()
     if arguments.cpu_seconds and DEVICE == "cuda":
