@@ -233,10 +233,27 @@ def test_dtypes(own, distillation, precision, bf16_products, lm_head_dtype, monk
     torch.testing.assert_close(sum_K.double(), plain_sum_K, rtol=3e-3 if in_bf16 else 1e-5, atol=0)
     for leaf, gradient, expected in zip(leaves(problem), gradients, plain_gradients, strict=True):
         assert gradient.dtype == leaf.dtype
-        limit = 0.06 if in_bf16 else 0.01 if leaf.dtype == torch.bfloat16 else 1e-5
-        assert (gradient.double() - expected).abs().max() < limit
+        rounded_once = 2**-8 if leaf.dtype == torch.bfloat16 else 1e-5
+        rtol, atol = (0, 0.06) if in_bf16 else (rounded_once, 1e-5)
+        torch.testing.assert_close(gradient.double(), expected, rtol=rtol, atol=atol)
     ignored_KND = (problem.labels_KN == IGNORE)[..., None].expand_as(features_KND)
     assert torch.equal(gradients[0] == 0, ignored_KND)
+
+
+def certain(own, distillation, student_logit, teacher_logit, dtype):
+    """One head and its teacher that give the label (token n + 1 at row n) these logits, far above all others."""
+    lm_head_VD = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows_ND = lm_head_VD[:20].float()
+    unit_ND = rows_ND / rows_ND.square().sum(dim=1, keepdim=True)  # gives token n of row n the logit 1
+    return Problem(
+        features_KND=(student_logit * unit_ND[None, 1:]).to(dtype).requires_grad_(),
+        lm_head=lm_head_VD[None].clone().requires_grad_() if own else lm_head_VD,
+        labels_KN=torch.tensor([[*range(1, 19), IGNORE]]),
+        weights_K=torch.ones(1),
+        teacher=Teacher((teacher_logit * unit_ND[:19]).to(dtype), lm_head_VD),
+        distillation=distillation,
+        temperature=1.0,
+    )
 
 
 @each_loss
@@ -244,18 +261,7 @@ def test_dtypes(own, distillation, precision, bf16_products, lm_head_dtype, monk
 def test_bf16_gradient_of_a_nearly_certain_label_is_not_rounding_noise(own, distillation, monkeypatch):
     """1 - q of the label is near 1e-3, 1 - p near 1e-4: sums over all tokens, rounded, would be wrong by 100%."""
     monkeypatch.setattr(loss_module, "cpu_has_bf16_products", lambda: True)
-    lm_head_VD = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rows_ND = lm_head_VD[:20].float()
-    certain_ND = rows_ND / rows_ND.square().sum(dim=1, keepdim=True)  # token n has logit 1 at row n
-    problem = Problem(
-        features_KND=(15 * certain_ND[None, 1:]).bfloat16().requires_grad_(),
-        lm_head=lm_head_VD[None].clone().requires_grad_() if own else lm_head_VD,
-        labels_KN=torch.tensor([[*range(1, 19), IGNORE]]),
-        weights_K=torch.ones(1),
-        teacher=Teacher((18 * certain_ND[:19]).bfloat16(), lm_head_VD),  # row n + 1 is sure of token n + 1, too
-        distillation=distillation,
-        temperature=1.0,
-    )
+    problem = certain(own, distillation, 15, 18, torch.bfloat16)
     total, _, gradients = ours(problem)
     plain_total, _, plain_gradients = plain(problem)
     assert plain_total < 0.1
@@ -264,6 +270,18 @@ def test_bf16_gradient_of_a_nearly_certain_label_is_not_rounding_noise(own, dist
         error_KN, norm_KN = (gradient.double() - expected).norm(dim=2), expected.norm(dim=2)
         assert error_KN.norm() / norm_KN.norm() < 0.05
         assert (error_KN / norm_KN)[norm_KN > 0].median() < 0.05
+
+
+@each_loss
+@each_lm_head
+def test_a_loss_below_the_rounding_of_one_is_not_lost(own, distillation):
+    problem = certain(own, distillation, 60, 70, torch.float32)
+    total, _, gradients = ours(problem)
+    plain_total, _, plain_gradients = plain(problem)
+    assert 0 < plain_total < 1e-7
+    torch.testing.assert_close(total.double(), plain_total, rtol=1e-3, atol=0)
+    for gradient, expected in zip(gradients, plain_gradients, strict=True):
+        assert (gradient.double() - expected).norm() / expected.norm() < 1e-3
 
 
 @each_loss
