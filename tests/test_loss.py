@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from medusa_k25 import loss as loss_module
+from medusa_k25.conversations import choose_dtype
 from medusa_k25.data.labels import IGNORE
-from medusa_k25.loss import MedusaLoss, Teacher, multi_head_loss
+from medusa_k25.loss import MedusaLoss, Teacher, matmul_dtype, multi_head_loss
 
 CONF = Path(__file__).parents[1] / "conf" / "loss"
 LOSSES = {"cross-entropy": 0.0, "mix": 0.3, "distillation": 1.0}
@@ -238,6 +239,13 @@ def test_dtypes(own, distillation, precision, bf16_products, lm_head_dtype, monk
         torch.testing.assert_close(gradient.double(), expected, rtol=rtol, atol=atol)
     ignored_KND = (problem.labels_KN == IGNORE)[..., None].expand_as(features_KND)
     assert torch.equal(gradients[0] == 0, ignored_KND)
+
+
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "avx2"])
+def test_the_loss_and_the_target_agree_on_where_bf16_is_fast(capability, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    expected = torch.float32 if capability == "avx2" else torch.bfloat16
+    assert matmul_dtype(torch.empty(0, dtype=torch.bfloat16)) == choose_dtype("auto", "cpu") == expected
 
 
 def certain(own, distillation, student_logit, teacher_logit, dtype):
