@@ -183,7 +183,7 @@ class Progress(Callback):
             }
             module.report(figures, trainer.global_step)
             self.positions, self.seconds, self.waited = 0.0, 0.0, 0.0
-            self._show(loss=f"{float(outputs['loss']):.3f}", positions_per_s=f"{speed:,.0f}")
+            self._show(loss_head1=f"{module.loss_K[0]:.3f}", positions_per_s=f"{speed:,.0f}")
         self._since_mark()
 
     def _since_mark(self) -> float:

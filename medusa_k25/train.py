@@ -192,7 +192,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         cache=cache,
         num_heads=heads.num_heads,
         draftable_V=vocabulary.to_draft(torch.arange(target.vocab_size)) != IGNORE,
-        teacher_states=False,
+        teacher_states=loss.needs_teacher,
     )
     dtype = torch.float32 if str(cfg.trainer.precision).startswith("32") else torch.bfloat16
     module = MedusaModule(
@@ -272,7 +272,7 @@ def cost_of(
         further_parameters=parameters * (cfg.heads.num_blocks - 1) // cfg.heads.num_blocks,
         blocks=cfg.heads.num_blocks,
         own_lm_head=heads.own_lm_head,
-        teacher=False,
+        teacher=module.loss.needs_teacher,
         strategy=cfg.strategy.name,
         world_size=devices * cfg.trainer.num_nodes,
         low_precision=module.lm_head_MD.dtype == torch.bfloat16,

@@ -3,21 +3,25 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa_k25 import train as training
-from medusa_k25.checkpoint import find_checkpoint, read_record
-from medusa_k25.config import compose
+from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
+from medusa_k25.config import compose, conf_dir
+from medusa_k25.serving.formats import load_served
 from tests.test_training import metrics, weights
 from tests.tiny import cache_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS = 12
+EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "exp").glob("k25_*.yaml"))
 ROOT = Path(__file__).parents[1]
 
 
@@ -170,3 +174,84 @@ def test_a_run_goes_on_with_other_ranks(whole, resumed, name):
 def test_the_record_says_how_many_ranks_wrote_it(whole, resumed):
     for run, ranks in ((whole / "one", 1), (resumed / "zero2", 2), (resumed / "zero2-then-1-rank", 1)):
         assert read_record(find_checkpoint(run / "checkpoints", "last"))["world_size"] == ranks
+
+
+@pytest.fixture(scope="module")
+def experiments(cache, tiny_k25, tmp_path_factory):
+    """Every experiment for Kimi-K2.5 on its miniature: 2 ranks, its own strategy, precision, loss and heads."""
+    folder = tmp_path_factory.mktemp("experiments")
+    jobs = [
+        {
+            "overrides": [
+                f"+exp={name}",
+                "target=tiny_k25",
+                f"target.home={tiny_k25.path.parent}",
+                f"cache={cache.path}",
+                f"run_dir={folder / name}",
+                "draft_vocab_size=300",
+                "logger=csv",
+                "trainer.devices=2",
+                "trainer.max_steps=2",
+                "trainer.log_every_n_steps=1",
+                "data.window=16",
+                "data.batch_size=4",
+            ]
+        }
+        for name in EXPERIMENTS
+    ]
+    own = [*jobs[0]["overrides"], "strategy=zero3", "heads.own_lm_head=true", "loss=mix", f"run_dir={folder / 'own'}"]
+    on_ranks(2, folder, *jobs, {"overrides": own})
+    return folder
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS, "own"])
+def test_every_experiment_trains_on_two_ranks_in_bf16_with_fp32_masters(experiments, name):
+    facts = json.loads((experiments / name / "optimizer.json").read_text())
+    assert facts["multiplied_in"] == "torch.bfloat16"
+    assert facts["dtypes"] == ["torch.float32"]
+    checkpoint = load_heads(find_checkpoint(experiments / name / "checkpoints", "last"))
+    tensors = checkpoint.heads.state_dict()
+    assert facts["elements"] == pytest.approx(sum(tensor.numel() for tensor in tensors.values()) / 2, abs=64)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    # beside the checkpoint lie the masters, not what they were rounded to
+    assert any((tensor != tensor.bfloat16().float()).any() for tensor in tensors.values())
+    assert metrics(experiments / name)[2, "heldout/acceptance_tree"] >= 1
+
+
+def test_own_lm_heads_are_trained_and_whole_under_zero3(experiments, tiny_k25):
+    checkpoint = load_heads(find_checkpoint(experiments / "own" / "checkpoints", "last"))
+    rows_MD = checkpoint.vocabulary.rows(tiny_k25.lm_head).float()
+    weight_KMD = checkpoint.heads.state_dict()["lm_heads.weight"]
+    assert weight_KMD.shape == (4, *rows_MD.shape)
+    moved_K = (weight_KMD - rows_MD).abs().amax(dim=(1, 2))
+    assert (moved_K > 0).all() and (moved_K < 0.1).all()
+
+
+def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tmp_path):
+    """As a user types it: two ranks under ZeRO-2, started by the first one, which is killed between checkpoints."""
+    shared = ["+exp=k25_4heads", "target=tiny_k25", f"target.home={tiny_k25.path.parent}", f"cache={cache.path}"]
+    shared += [f"run_dir={tmp_path / 'run'}", "logger=csv", "num_nodes=5"]
+    few = ["trainer.devices=2", "trainer.max_steps=60", "trainer.val_check_interval=10", "data.window=16"]
+
+    def verb(name: str, *overrides: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", f"medusa_k25.{name}", *shared, *overrides]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ended(process: subprocess.Popen[str]) -> str:
+        out, _ = process.communicate(timeout=200)  # not before the second rank has let go of the pipe, too
+        return out
+
+    first = verb("train", *few)
+    while not (tmp_path / "run/checkpoints/step-000010").exists() and first.poll() is None:
+        time.sleep(0.02)
+    first.kill()
+    out = ended(first)
+    assert first.returncode == -signal.SIGKILL, out
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name < "step-000060"
+    out = ended(verb("train", *few))
+    assert "going on from" in out and "acceptance length on held-out text" in out, out
+    assert max(step for step, _ in metrics(tmp_path / "run")) == 60
+    assert "heads, tree" in ended(verb("evaluate"))
+    out = ended(verb("export"))
+    served = load_served(tmp_path / "run/export")
+    assert served.heads.num_heads == 4 and served.tree.num_nodes == 5, out
