@@ -88,6 +88,7 @@ def train(cfg: DictConfig) -> None:
             say(f"{run_dir} is trained to step {step} already; raise trainer.max_steps to go on")
             return
         say(f"going on from {last}")
+        say_if_steps_changed(cfg, read_record(last), training.cost)
         MetricsTable(run_dir).resume(step)
     try:
         training.trainer.fit(
@@ -109,6 +110,18 @@ def train(cfg: DictConfig) -> None:
             f"acceptance length on held-out text {metrics['heldout/acceptance_tree']:.3f} "
             f"(tree of {cfg.num_nodes} nodes), {metrics['heldout/acceptance_chain']:.3f} (chain); "
             f"best checkpoint: {best.path}"
+        )
+
+
+def say_if_steps_changed(cfg: DictConfig, record: dict[str, Any], cost: TrainingCost) -> None:
+    """Other ranks take other steps unless the user keeps the product; every window is seen once an epoch anyway."""
+    old = record["config"]
+    before = record["world_size"] * old["data"]["batch_size"] * old["trainer"]["accumulate_grad_batches"]
+    now = cost.world_size * cfg.data.batch_size * cfg.trainer.accumulate_grad_batches
+    if now != before:
+        say(
+            f"note: a step takes {now} windows from here on, not {before}; to keep it, choose "
+            f"data.batch_size x trainer.accumulate_grad_batches = {before / cost.world_size:g}"
         )
 
 
@@ -179,6 +192,9 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     # the states are read faster than they are used, see bench/cache_reader.py
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 with torch 2.13
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    for key in ("max_steps", "val_check_interval", "accumulate_grad_batches", "log_every_n_steps", "num_nodes"):
+        if not isinstance(cfg.trainer[key], int) or cfg.trainer[key] < 1:
+            raise ValueError(f"trainer.{key}={cfg.trainer[key]}: expected a whole number, at least 1")
     L.seed_everything(cfg.seed, verbose=False)
     loss = instantiate(cfg.loss)
     counts_V = token_counts(cache, documents_of(cache, "train"))
@@ -220,6 +236,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     checkpoints = Checkpoints(Path(cfg.run_dir) / "checkpoints", data, record)
     devices = device_count(cfg.trainer)
     device = torch.device("cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu")
+    data.refuse_idle_ranks(devices * cfg.trainer.num_nodes)
     cost = cost_of(cfg, module, data, devices, device)
     refuse_what_cannot_fit(cost, Path(cfg.run_dir), device, devices)
     peak = peak_flops(device, matmul_dtype(torch.empty(0, dtype=dtype, device=device)))

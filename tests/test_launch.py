@@ -397,10 +397,19 @@ def test_a_node_that_is_lost_ends_the_run_and_the_same_command_goes_on(two_nodes
     last = complete_checkpoints(checkpoints)[-1].name
     assert last < "step-000150"
 
+    (checkpoints / "step-000149.part").mkdir()  # half written: never chosen
+    written = len((checkpoints.parent / "metrics.csv").read_text().splitlines())
+    nodes = two_nodes()
+    wait_for(lambda: len((checkpoints.parent / "metrics.csv").read_text().splitlines()) > written, "a further step")
+    nodes[1].terminate()  # one is enough
+    assert [node.wait(timeout=120) for node in nodes] == [75, 75], (tmp_path / "out1").read_text()
+    stopped = complete_checkpoints(checkpoints)[-1].name
+    assert last < stopped < "step-000150"
+
     nodes = two_nodes()
     assert [node.wait(timeout=120) for node in nodes] == [0, 0], (tmp_path / "out0").read_text()
     out = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
-    assert "x 2 ranks x" in out[0] and last in out[0]
+    assert "x 2 ranks x" in out[0] and stopped in out[0]
     assert "MEMBER: 2/2" in out[1]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["smol_4heads"]
     assert complete_checkpoints(checkpoints)[-1].name == "step-000150"

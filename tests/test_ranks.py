@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def cache(tiny_k25, tmp_path_factory):
-    return cache_of(tiny_k25, tmp_path_factory.mktemp("ranks") / "cache", num_documents=60)
+    return cache_of(tiny_k25, tmp_path_factory.mktemp("ranks") / "cache", num_documents=62)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,10 @@ def on_ranks(ranks: int, folder: Path, *jobs: dict, succeed: bool = True) -> str
 def whole(job, tmp_path_factory):
     """Uninterrupted runs of every strategy on 2 ranks, and of 1 rank, all of the same global batch."""
     folder = tmp_path_factory.mktemp("whole")
-    on_ranks(2, folder, *(job(folder / name, f"strategy={name}") for name in STRATEGIES))
+    uneven = ("strategy=zero3", "data.window=145", "data.batch_size=1", "trainer.accumulate_grad_batches=1")
+    on_ranks(
+        2, folder, *(job(folder / name, f"strategy={name}") for name in STRATEGIES), job(folder / "uneven", *uneven)
+    )
     one = job(folder / "one", "trainer.devices=1", "data.batch_size=8")
     training.train(compose(one["overrides"]))
     return folder
@@ -90,6 +93,11 @@ def test_two_ranks_train_what_one_rank_trains(whole):
         assert two.keys() == one.keys()
         for key, value in one.items():
             assert two[key] == pytest.approx(value, rel=1e-4), (name, key)
+
+
+def test_seven_windows_on_two_ranks_end(whole):
+    """The last step of an epoch has nothing for one rank, and validation an odd number of answers, under ZeRO-3."""
+    assert max(step for step, _ in metrics(whole / "uneven")) == STEPS
 
 
 def test_the_optimizer_holds_the_heads_in_fp32_and_nothing_else(whole, tiny_k25):

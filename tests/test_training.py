@@ -231,6 +231,24 @@ def test_a_warm_start_begins_where_the_other_run_ended(config, tmp_path, capsys)
     assert all(torch.equal(whole[name], warm[name]) for name in whole)
 
 
+def test_a_rank_without_a_window_is_refused_before_the_start(config, tmp_path):
+    with pytest.raises(ValueError, match="7 training windows for 8 ranks: a rank would have nothing to do"):
+        training.train(config("trainer.devices=8", "data.window=145"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", ["trainer.max_steps=abc", "trainer.max_steps=-1", "trainer.num_nodes=0.5"])
+def test_numbers_that_cannot_be_meant_are_refused(config, setting):
+    with pytest.raises(ValueError, match=f"{setting}: expected a whole number, at least 1"):
+        training.train(config(setting))
+
+
+def test_other_steps_are_said(config, capsys):
+    training.train(config("trainer.max_steps=5"))
+    training.train(config("data.batch_size=2"))
+    assert "a step takes 2 windows from here on, not 4; to keep it, choose" in capsys.readouterr().out
+
+
 def test_a_run_that_was_moved_goes_on(config, tmp_path):
     training.train(config("trainer.max_steps=12", f"run_dir={tmp_path / 'here'}"))
     (tmp_path / "here").rename(tmp_path / "there")

@@ -94,6 +94,14 @@ class MedusaData(L.LightningDataModule):
             raise ValueError(f"cache {cache.path}: no training answer has two tokens, so there is nothing to predict")
         self.label_counts_WK = self.windows.label_counts(draftable_V)
 
+    def refuse_idle_ranks(self, world_size: int) -> None:
+        """ValueError when a rank would have nothing to train on, ever."""
+        if len(self.windows) < world_size:
+            raise ValueError(
+                f"{len(self.windows)} training windows for {world_size} ranks: a rank would have nothing to do; "
+                "use fewer devices, a smaller data.window or more conversations"
+            )
+
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None
         return self.trainer
