@@ -1,5 +1,6 @@
 """The arithmetic of a run before it starts, against the figures of Kimi-K2.5 and against real objects."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(config, tmp_path, mon
     with pytest.raises(ValueError, match=r"a device would need 0\.\d GB .*0\.0 GB are free.*would fit with"):
         training.train(config())
     monkeypatch.undo()
-    monkeypatch.setattr(training.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     with pytest.raises(ValueError, match=r"checkpoints need .* GB, 0\.0 GB are free in .*run_dir="):
         training.train(config())
     assert not (tmp_path / "run").exists()
