@@ -103,10 +103,23 @@ def test_seven_windows_on_two_ranks_end(whole):
 def test_the_optimizer_holds_the_heads_in_fp32_and_nothing_else(whole, tiny_k25):
     parameters = sum(tensor.numel() for tensor in weights(whole / "one").values())
     for name in STRATEGIES:
-        facts = json.loads((whole / name / "optimizer.json").read_text())
+        facts = json.loads((whole / name / "facts.json").read_text())
         share = parameters if name == "ddp" else parameters // 2
         assert share <= facts["elements"] < share + 64, name  # DeepSpeed pads its shares
         assert facts["dtypes"] == ["torch.float32"]
+
+
+def test_no_step_sends_lm_head_around(whole, tiny_k25):
+    """In units of the gradients' 67 kB, for two ranks together: DDP sums them once a step (2), ZeRO-1 also gathers the
+    new weights (3); ZeRO-2 sums them in both micro-batches (5), so does ZeRO-3, which scatters and gathers (5).
+
+    With another broadcast of the buffer they would send its 77 kB more.
+    """
+    gradient = 4 * sum(tensor.numel() for tensor in weights(whole / "one").values())
+    lm_head = 4 * 300 * tiny_k25.hidden_size
+    for name, times in (("ddp", 2), ("zero1", 3), ("zero2", 5), ("zero3", 5)):
+        facts = json.loads((whole / name / "facts.json").read_text())
+        assert facts["bytes_a_step"] < times * gradient + 0.7 * lm_head, name
 
 
 def test_the_heads_beside_a_checkpoint_are_whole_under_any_strategy(whole):
@@ -156,13 +169,17 @@ def resumed(job, whole, tmp_path_factory):
         of("zero2-then-1-rank", *one_rank, strategy="zero2"),
         of("zero3-then-1-rank", *one_rank, strategy="zero3"),
         of("zero1-then-2-ranks", *one_rank, strategy="zero1", signal=[0, 6]),
+        of("one", *one_rank, strategy="auto", kill=[0, 6]),
+        succeed=False,
     )
+    assert last("one") == "step-000004"
+    training.train(compose(of("one", *one_rank, strategy="auto")["overrides"]))
     assert last("zero1-then-2-ranks") == "step-000007"
     on_ranks(2, folder, *(of(name) for name in ("ddp", "zero2", "zero3")), of("zero1-then-2-ranks", strategy="zero1"))
     return folder
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["one", "ddp", "zero2", "zero3"])
 def test_a_killed_run_goes_on_bit_for_bit(whole, resumed, name):
     """12 steps of 2 micro-batches over 3 epochs; the resumed runs load with 2 workers, the whole ones with none."""
     assert metrics(resumed / name) == metrics(whole / name)
@@ -214,7 +231,7 @@ def experiments(cache, tiny_k25, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [*EXPERIMENTS, "own"])
 def test_every_experiment_trains_on_two_ranks_in_bf16_with_fp32_masters(experiments, name):
-    facts = json.loads((experiments / name / "optimizer.json").read_text())
+    facts = json.loads((experiments / name / "facts.json").read_text())
     assert facts["multiplied_in"] == "torch.bfloat16"
     assert facts["dtypes"] == ["torch.float32"]
     checkpoint = load_heads(find_checkpoint(experiments / name / "checkpoints", "last"))
