@@ -12,7 +12,7 @@ help:
 	@echo "make demo    train heads for SmolLM2 on this CPU, evaluate, export and decode with them"
 	@echo "make test    all tests"
 	@echo "make check   ruff and mypy"
-	@echo "make bench   time the loss and the cache reader"
+	@echo "make bench   time the loss, a training step, and the cache reader; count bytes on the wire"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
 demo: $(STAMP)
@@ -31,6 +31,7 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) -m bench.loss
+	$(RUN) -m bench.training
 	$(RUN) -m bench.cache_reader
 
 clean:

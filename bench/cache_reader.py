@@ -21,14 +21,14 @@ import torch
 from medusa_k25.cache import STORAGE_DTYPES, Cache, CacheWriter
 
 
-def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: float) -> Cache:
-    """A cache of random states of about `num_bytes`, in shards of 32768 tokens."""
+def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: float, vocab_size: int = 1000) -> Cache:
+    """A cache of random states of about `num_bytes`: texts of 2048 tokens in shards of 32768, with prompts of 8."""
     target: Any = SimpleNamespace(
         name="random",
         revision="local",
         quantisation="none",
         hidden_size=hidden_size,
-        vocab_size=1000,
+        vocab_size=vocab_size,
         fingerprints={"lm_head": "", "final_norm": "", "tokenizer": ""},
     )
     T = 2048
@@ -39,11 +39,11 @@ def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: flo
             writer.add(
                 id=str(number),
                 group=None,
-                token_ids_T=torch.randint(1000, (T,)),
-                loss_mask_T=torch.ones(T, dtype=torch.bool),
+                token_ids_T=torch.randint(vocab_size, (T,)),
+                loss_mask_T=torch.arange(T) >= 8,
                 hidden_MD=hidden_TD,
                 positions_M=torch.arange(T),
-                prompt_length=0,
+                prompt_length=8,
                 finish_reason="length",
                 sampling={},
                 dtype="float32",

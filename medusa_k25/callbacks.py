@@ -38,8 +38,8 @@ class Checkpoints(Callback):
     """A checkpoint after every validation; the best and the last are kept.
 
     A signal (Ctrl-C, SIGTERM, or SIGUSR1, which SLURM sends before the time is up) to any rank ends the training after
-    the running step, with a checkpoint; a second one stops at once, without. A checkpoint is written beside its place
-    and renamed when it is whole. `record` is the provenance that goes into heads.json with step, metrics and tree.
+    the running step, with a checkpoint; a second Ctrl-C stops at once, without. A checkpoint is written beside its
+    place and renamed when it is whole. `record` is the provenance that goes into heads.json with step, metrics, tree.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -50,7 +50,7 @@ class Checkpoints(Callback):
         self.handlers: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.handlers = {number: signal.signal(number, self._first_signal) for number in self.SIGNALS}
+        self.handlers = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._restore_handlers()
@@ -62,11 +62,12 @@ class Checkpoints(Callback):
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def _first_signal(self, number: int, *_: Any) -> None:
+    def _receive(self, number: int, *_: Any) -> None:
+        if not self.received:  # schedulers repeat themselves
+            say(f"\n{signal.Signals(number).name}: ending this step, then a checkpoint")
         self.received = number
-        # not Lightning's handler, which broadcasts from inside it
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        say(f"\n{signal.Signals(number).name}: ending this step, then a checkpoint (once more: stop now)")
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -182,7 +183,7 @@ class Progress(Callback):
             }
             module.report(figures, trainer.global_step)
             self.positions, self.seconds, self.waited = 0.0, 0.0, 0.0
-            self._show(loss=f"{float(outputs['loss']):.3f}", positions_per_s=f"{speed:,.0f}")
+            self._show(loss_head1=f"{module.loss_K[0]:.3f}", positions_per_s=f"{speed:,.0f}")
         self._since_mark()
 
     def _since_mark(self) -> float:

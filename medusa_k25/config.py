@@ -45,6 +45,7 @@ from omegaconf.errors import (
 VERBS = {
     "generate": "prompts -> conversations.jsonl: the target's own answers",
     "capture": "conversations + target -> a cache of hidden states",
+    "inspect": "a cache -> what is in it, and whether every shard is as it was written",
     "train": "a cache -> checkpoints and metrics",
     "evaluate": "a checkpoint + a cache -> acceptance report and the best trees",
     "export": "a checkpoint + a tree -> the folder to serve from",

@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medusa_k25.data.splits import split_of
-from medusa_k25.target import Target, TargetModel
+from medusa_k25.target import Target, TargetModel, cpu_has_bf16_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PACKAGE = "package"
@@ -168,8 +168,7 @@ def choose_dtype(name: str, device: str) -> torch.dtype:
     """The dtype called `name`; "auto" is bfloat16 where `device` multiplies it in hardware, else float32."""
     if name == "auto":
         if device == "cpu":
-            has = torch.cpu.get_capabilities()
-            return torch.bfloat16 if has.get("avx512_bf16") or has.get("amx_bf16") else torch.float32
+            return torch.bfloat16 if cpu_has_bf16_products() else torch.float32
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}, expected auto, {', '.join(DTYPES)}")

@@ -18,7 +18,7 @@ from medusa_k25.data.datamodule import VALIDATION_SPLITS, Answer
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import Batch
 from medusa_k25.heads import DraftVocabulary, Heads
-from medusa_k25.loss import MedusaLoss
+from medusa_k25.loss import MedusaLoss, Teacher
 from medusa_k25.metrics import top_accuracy
 from medusa_k25.replay import Acceptance, best_tree, future_ranks, replay
 from medusa_k25.tree import Tree
@@ -110,7 +110,7 @@ class MedusaModule(L.LightningModule):
         num_nodes: int,
         max_width: int,
         log_every: int,
-        break_even: float | None,
+        break_even: float | None = None,
     ):
         super().__init__()
         if num_nodes < 2 or max_width < 1:
@@ -122,6 +122,7 @@ class MedusaModule(L.LightningModule):
         self.log_every, self.break_even = log_every, break_even
         self.tree: Tree | None = None  # chosen at the latest validation
         self.validation_metrics: dict[str, float] = {}
+        self.loss_K: list[float] = []  # mean loss of each head when it was last logged
         self._sum_K = torch.zeros(heads.num_heads)  # this rank's loss of the step so far
         self._validated: dict[str, list[Validated]] = {}  # this rank's share
 
@@ -132,16 +133,19 @@ class MedusaModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         features_KND, labels_KN = self.features_and_labels(batch)
+        teacher = (
+            Teacher(batch.hidden_ND.to(self.lm_head_MD.dtype), self.lm_head_MD) if self.loss.needs_teacher else None
+        )
         total, sum_K = self.heads.with_lm_head(
-            self.lm_head_MD, lambda lm_head: self.loss(features_KND, lm_head, labels_KN, batch.count_K)
+            self.lm_head_MD, lambda lm_head: self.loss(features_KND, lm_head, labels_KN, batch.count_K, teacher)
         )
         accumulate = self.trainer.accumulate_grad_batches
         self._sum_K = sum_K if batch_idx % accumulate == 0 else self._sum_K + sum_K
         step = self.trainer.global_step + 1
         if step % self.log_every == 0 and (batch_idx + 1) % accumulate == 0:
             step_sum_K = self.trainer.strategy.reduce(self._sum_K, reduce_op="sum")
-            loss_K = (step_sum_K / batch.count_K.clamp(min=1)).tolist()
-            self.report({f"train/loss_head{k}": loss for k, loss in enumerate(loss_K, start=1)}, step)
+            self.loss_K = (step_sum_K / batch.count_K.clamp(min=1)).tolist()
+            self.report({f"train/loss_head{k}": loss for k, loss in enumerate(self.loss_K, start=1)}, step)
         # The total is divided by the labels of the whole step already, and the engines average over ranks and
         # micro-batches: Lightning over the latter, and DeepSpeed once more.
         averaged = accumulate**2 if self.trainer.strategy.handles_gradient_accumulation else accumulate

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 
+# A machine that is cut off closes no connection: after this long the others end. Rank 0 alone never works so long.
+TIMEOUT = timedelta(minutes=10)
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "zero3")
 
 
@@ -29,13 +32,13 @@ def build_strategy(
     if name == "auto" and devices * num_nodes == 1:
         return "auto"
     if name in ("auto", "ddp"):
-        return DDPStrategy(forward_sync_buffers=False)
+        return DDPStrategy(forward_sync_buffers=False, timeout=TIMEOUT)
     kind = HeadsDeepSpeedStrategy
     options: dict[str, Any] = {}
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
         kind, options = CPUDeepSpeedStrategy, {"process_group_backend": "gloo"}
-    strategy = kind(stage=int(name[-1]), logging_batch_size_per_gpu=micro_batch, **options)
+    strategy = kind(stage=int(name[-1]), logging_batch_size_per_gpu=micro_batch, timeout=TIMEOUT, **options)
     if resume_world_size not in (None, devices * num_nodes):
         assert isinstance(strategy.config, dict)
         strategy.config["checkpoint"] = {"load_universal": True}

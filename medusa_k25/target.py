@@ -229,6 +229,12 @@ class TargetModel:
         return F.linear(hidden.to(self.dtype), self.model.lm_head.weight).float()
 
 
+def cpu_has_bf16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
 def tensor_fingerprint(tensor: Tensor) -> str:
     """sha256 over dtype, shape and evenly spread rows of a matrix; see `Target.fingerprints`."""
     rows, count = len(tensor), min(len(tensor), FINGERPRINT_ROWS)

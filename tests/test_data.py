@@ -159,11 +159,6 @@ def test_every_share_carries_the_labels_of_its_whole_step():
         assert all(torch.equal(share.count_K, counts_WK[windows].sum(dim=0)) for share in micro_batches)
 
 
-def test_fewer_windows_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="3 training windows for 4 ranks"):
-        steps(Position(), world_size=4, n=3)
-
-
 def test_seven_windows_on_two_ranks_end():
     assert whole_steps(Position(), 2, 2, n=7, count=2)[1:] == [
         sorted(set(range(7)) - set(whole_steps(Position(), 2, 2, n=7, count=1)[0]))

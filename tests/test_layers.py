@@ -18,7 +18,9 @@ LAYERS = {
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.formats", "serving.decode"],
     "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
-    "entry points": ["config", "generate", "capture", "train", "evaluate", "export", "decode", "__main__"],
+    "entry points": [
+        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
+    ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
 

@@ -3,27 +3,31 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa_k25 import train as training
-from medusa_k25.checkpoint import find_checkpoint, read_record
-from medusa_k25.config import compose
+from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
+from medusa_k25.config import compose, conf_dir
+from medusa_k25.serving.formats import load_served
 from tests.test_training import metrics, weights
 from tests.tiny import cache_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS = 12
+EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "exp").glob("k25_*.yaml"))
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def cache(tiny_k25, tmp_path_factory):
-    return cache_of(tiny_k25, tmp_path_factory.mktemp("ranks") / "cache", num_documents=60)
+    return cache_of(tiny_k25, tmp_path_factory.mktemp("ranks") / "cache", num_documents=62)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,10 @@ def on_ranks(ranks: int, folder: Path, *jobs: dict, succeed: bool = True) -> str
 def whole(job, tmp_path_factory):
     """Uninterrupted runs of every strategy on 2 ranks, and of 1 rank, all of the same global batch."""
     folder = tmp_path_factory.mktemp("whole")
-    on_ranks(2, folder, *(job(folder / name, f"strategy={name}") for name in STRATEGIES))
+    uneven = ("strategy=zero3", "data.window=145", "data.batch_size=1", "trainer.accumulate_grad_batches=1")
+    on_ranks(
+        2, folder, *(job(folder / name, f"strategy={name}") for name in STRATEGIES), job(folder / "uneven", *uneven)
+    )
     one = job(folder / "one", "trainer.devices=1", "data.batch_size=8")
     training.train(compose(one["overrides"]))
     return folder
@@ -88,13 +95,31 @@ def test_two_ranks_train_what_one_rank_trains(whole):
             assert two[key] == pytest.approx(value, rel=1e-4), (name, key)
 
 
+def test_seven_windows_on_two_ranks_end(whole):
+    """The last step of an epoch has nothing for one rank, and validation an odd number of answers, under ZeRO-3."""
+    assert max(step for step, _ in metrics(whole / "uneven")) == STEPS
+
+
 def test_the_optimizer_holds_the_heads_in_fp32_and_nothing_else(whole, tiny_k25):
     parameters = sum(tensor.numel() for tensor in weights(whole / "one").values())
     for name in STRATEGIES:
-        facts = json.loads((whole / name / "optimizer.json").read_text())
+        facts = json.loads((whole / name / "facts.json").read_text())
         share = parameters if name == "ddp" else parameters // 2
         assert share <= facts["elements"] < share + 64, name  # DeepSpeed pads its shares
         assert facts["dtypes"] == ["torch.float32"]
+
+
+def test_no_step_sends_lm_head_around(whole, tiny_k25):
+    """In units of the gradients' 67 kB, for two ranks together: DDP sums them once a step (2), ZeRO-1 also gathers the
+    new weights (3); ZeRO-2 sums them in both micro-batches (5), so does ZeRO-3, which scatters and gathers (5).
+
+    With another broadcast of the buffer they would send its 77 kB more.
+    """
+    gradient = 4 * sum(tensor.numel() for tensor in weights(whole / "one").values())
+    lm_head = 4 * 300 * tiny_k25.hidden_size
+    for name, times in (("ddp", 2), ("zero1", 3), ("zero2", 5), ("zero3", 5)):
+        facts = json.loads((whole / name / "facts.json").read_text())
+        assert facts["bytes_a_step"] < times * gradient + 0.7 * lm_head, name
 
 
 def test_the_heads_beside_a_checkpoint_are_whole_under_any_strategy(whole):
@@ -144,13 +169,17 @@ def resumed(job, whole, tmp_path_factory):
         of("zero2-then-1-rank", *one_rank, strategy="zero2"),
         of("zero3-then-1-rank", *one_rank, strategy="zero3"),
         of("zero1-then-2-ranks", *one_rank, strategy="zero1", signal=[0, 6]),
+        of("one", *one_rank, strategy="auto", kill=[0, 6]),
+        succeed=False,
     )
+    assert last("one") == "step-000004"
+    training.train(compose(of("one", *one_rank, strategy="auto")["overrides"]))
     assert last("zero1-then-2-ranks") == "step-000007"
     on_ranks(2, folder, *(of(name) for name in ("ddp", "zero2", "zero3")), of("zero1-then-2-ranks", strategy="zero1"))
     return folder
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["one", "ddp", "zero2", "zero3"])
 def test_a_killed_run_goes_on_bit_for_bit(whole, resumed, name):
     """12 steps of 2 micro-batches over 3 epochs; the resumed runs load with 2 workers, the whole ones with none."""
     assert metrics(resumed / name) == metrics(whole / name)
@@ -170,3 +199,84 @@ def test_a_run_goes_on_with_other_ranks(whole, resumed, name):
 def test_the_record_says_how_many_ranks_wrote_it(whole, resumed):
     for run, ranks in ((whole / "one", 1), (resumed / "zero2", 2), (resumed / "zero2-then-1-rank", 1)):
         assert read_record(find_checkpoint(run / "checkpoints", "last"))["world_size"] == ranks
+
+
+@pytest.fixture(scope="module")
+def experiments(cache, tiny_k25, tmp_path_factory):
+    """Every experiment for Kimi-K2.5 on its miniature: 2 ranks, its own strategy, precision, loss and heads."""
+    folder = tmp_path_factory.mktemp("experiments")
+    jobs = [
+        {
+            "overrides": [
+                f"+exp={name}",
+                "target=tiny_k25",
+                f"target.home={tiny_k25.path.parent}",
+                f"cache={cache.path}",
+                f"run_dir={folder / name}",
+                "draft_vocab_size=300",
+                "logger=csv",
+                "trainer.devices=2",
+                "trainer.max_steps=2",
+                "trainer.log_every_n_steps=1",
+                "data.window=16",
+                "data.batch_size=4",
+            ]
+        }
+        for name in EXPERIMENTS
+    ]
+    own = [*jobs[0]["overrides"], "strategy=zero3", "heads.own_lm_head=true", "loss=mix", f"run_dir={folder / 'own'}"]
+    on_ranks(2, folder, *jobs, {"overrides": own})
+    return folder
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS, "own"])
+def test_every_experiment_trains_on_two_ranks_in_bf16_with_fp32_masters(experiments, name):
+    facts = json.loads((experiments / name / "facts.json").read_text())
+    assert facts["multiplied_in"] == "torch.bfloat16"
+    assert facts["dtypes"] == ["torch.float32"]
+    checkpoint = load_heads(find_checkpoint(experiments / name / "checkpoints", "last"))
+    tensors = checkpoint.heads.state_dict()
+    assert facts["elements"] == pytest.approx(sum(tensor.numel() for tensor in tensors.values()) / 2, abs=64)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    # beside the checkpoint lie the masters, not what they were rounded to
+    assert any((tensor != tensor.bfloat16().float()).any() for tensor in tensors.values())
+    assert metrics(experiments / name)[2, "heldout/acceptance_tree"] >= 1
+
+
+def test_own_lm_heads_are_trained_and_whole_under_zero3(experiments, tiny_k25):
+    checkpoint = load_heads(find_checkpoint(experiments / "own" / "checkpoints", "last"))
+    rows_MD = checkpoint.vocabulary.rows(tiny_k25.lm_head).float()
+    weight_KMD = checkpoint.heads.state_dict()["lm_heads.weight"]
+    assert weight_KMD.shape == (4, *rows_MD.shape)
+    moved_K = (weight_KMD - rows_MD).abs().amax(dim=(1, 2))
+    assert (moved_K > 0).all() and (moved_K < 0.1).all()
+
+
+def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tmp_path):
+    """As a user types it: two ranks under ZeRO-2, started by the first one, which is killed between checkpoints."""
+    shared = ["+exp=k25_4heads", "target=tiny_k25", f"target.home={tiny_k25.path.parent}", f"cache={cache.path}"]
+    shared += [f"run_dir={tmp_path / 'run'}", "logger=csv", "num_nodes=5"]
+    few = ["trainer.devices=2", "trainer.max_steps=60", "trainer.val_check_interval=10", "data.window=16"]
+
+    def verb(name: str, *overrides: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", f"medusa_k25.{name}", *shared, *overrides]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ended(process: subprocess.Popen[str]) -> str:
+        out, _ = process.communicate(timeout=200)  # not before the second rank has let go of the pipe, too
+        return out
+
+    first = verb("train", *few)
+    while not (tmp_path / "run/checkpoints/step-000010").exists() and first.poll() is None:
+        time.sleep(0.02)
+    first.kill()
+    out = ended(first)
+    assert first.returncode == -signal.SIGKILL, out
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name < "step-000060"
+    out = ended(verb("train", *few))
+    assert "going on from" in out and "acceptance length on held-out text" in out, out
+    assert max(step for step, _ in metrics(tmp_path / "run")) == 60
+    assert "heads, tree" in ended(verb("evaluate"))
+    out = ended(verb("export"))
+    served = load_served(tmp_path / "run/export")
+    assert served.heads.num_heads == 4 and served.tree.num_nodes == 5, out

@@ -16,7 +16,7 @@ def mapped() -> set[str]:
 
 def test_every_file_of_the_package_has_its_place_on_the_map():
     package = {path.name for path in (ROOT / "medusa_k25").iterdir() if not path.name.startswith("_")}
-    folders = {"bench", "conf", "notes", "tests"}
+    folders = {"bench", "conf", "launch", "notes", "tests"}
     assert mapped() == package | folders
 
 

@@ -4,6 +4,8 @@ import csv
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +16,12 @@ from lightning.pytorch.callbacks import Callback
 
 from medusa_k25 import train as training
 from medusa_k25.acceptance import Evaluator
-from medusa_k25.checkpoint import find_checkpoint, load_heads
-from medusa_k25.config import compose
+from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
+from medusa_k25.config import EXIT_REQUEUE, compose
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.sampler import Share
 from medusa_k25.data.windows import documents_of
+from medusa_k25.loss import Teacher
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
 from medusa_k25.report import update_report
@@ -64,6 +67,7 @@ def weights(run: Path, which: str = "last") -> dict[str, torch.Tensor]:
 
 
 def metrics(run: Path) -> dict[tuple[int, str], float]:
+    """(step, name) -> value; every figure was written once, although steps were trained twice."""
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] not in OF_THE_MACHINE]
     table = {(int(row["step"]), row["metric"]): float(row["value"]) for row in rows}
@@ -114,7 +118,7 @@ class StopAt(Callback):
         self.step, self.how = step, how
 
     def on_train_batch_start(self, trainer, module, batch, index):
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and not index % trainer.accumulate_grad_batches:
             self.how()
 
 
@@ -128,6 +132,11 @@ def kill():
 
 def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
+
+
+def terminate():
+    for _ in range(2):  # schedulers repeat themselves
+        signal.raise_signal(signal.SIGTERM)
 
 
 def with_callback(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
@@ -157,16 +166,102 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(config, tmp_path, monke
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch, capsys):
-    training.train(config(f"run_dir={tmp_path / 'whole'}"))
+@pytest.mark.parametrize(("how", "status"), [(press_ctrl_c, KeyboardInterrupt), (terminate, SystemExit)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_signal_saves_and_the_same_command_goes_on(config, tmp_path, monkeypatch, capsys, how, status, accumulate):
+    options = (f"trainer.accumulate_grad_batches={accumulate}", "data.batch_size=2")
+    training.train(config(*options, f"run_dir={tmp_path / 'whole'}"))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with monkeypatch.context() as patch:
-        with_callback(patch, StopAt(7, press_ctrl_c))
-        with pytest.raises(KeyboardInterrupt):
-            training.train(config())
+        with_callback(patch, StopAt(7, how))
+        with pytest.raises(status) as ended:
+            training.train(config(*options))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    if status is SystemExit:
+        assert ended.value.code == EXIT_REQUEUE
     assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000008"
-    training.train(config())
+    assert find_checkpoint(tmp_path / "run/checkpoints", "best").name == "step-000005"  # the other was not validated
+    training.train(config(*options))
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
+
+
+def test_a_signal_at_a_validation_waits_for_it(config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        with_callback(patch, StopAt(9, terminate))
+        with pytest.raises(SystemExit):
+            training.train(config())
+    last = find_checkpoint(tmp_path / "run/checkpoints", "last")
+    assert last.name == "step-000010"
+    assert "heldout/acceptance_tree" in read_record(last)["metrics"]
+
+
+@pytest.mark.parametrize("options", [(), ("loss=distillation",), ("loss=mix", "heads.own_lm_head=true")], ids=str)
+def test_micro_batches_and_windows_of_other_sizes_train_the_same(config, tmp_path, options):
+    """One division by the labels of the step: 2 micro-batches of 2 windows are 1 of 4, to 1e-4 in every figure."""
+    training.train(config(*options, f"run_dir={tmp_path / 'whole'}"))
+    training.train(config(*options, "data.batch_size=2", "trainer.accumulate_grad_batches=2"))
+    whole, run = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
+    assert run.keys() == whole.keys()
+    for key, value in whole.items():
+        assert run[key] == pytest.approx(value, rel=1e-4), key
+
+
+def test_the_first_distillation_loss_is_the_distance_to_the_teacher(config, cache, tiny_k25):
+    """At step 0 head k's logits are lm_head(h_t), its teacher's lm_head(h_{t+k})."""
+    built = training.build(config("loss=distillation"), tiny_k25, cache)
+    batch = built.data.windows[Share([0, 1], torch.ones(4))]
+    logits = (batch.hidden_ND @ built.module.lm_head_MD.T).log_softmax(dim=1)
+    features_KND, labels_KN = built.module.features_and_labels(batch)
+    teacher = Teacher(batch.hidden_ND, built.module.lm_head_MD)
+    _, sum_K = built.module.loss(features_KND, built.module.lm_head_MD, labels_KN, torch.ones(4), teacher)
+    for k in range(4):
+        rows = (labels_KN[k] != IGNORE).nonzero().flatten()
+        kl = torch.nn.functional.kl_div(logits[rows], logits[rows + k + 1], log_target=True, reduction="sum")
+        torch.testing.assert_close(sum_K[k], kl, rtol=1e-3, atol=1e-3)
+
+
+def test_a_warm_start_begins_where_the_other_run_ended(config, tmp_path, capsys):
+    training.train(config(f"run_dir={tmp_path / 'first'}"))
+    first = find_checkpoint(tmp_path / "first/checkpoints", "last")
+    training.train(config(f"warm_start={first}", "trainer.max_steps=1", "optimizer.lr=0.0", "optimizer.weight_decay=0"))
+    assert "300 of 300" in capsys.readouterr().out
+    whole, warm = weights(tmp_path / "first"), weights(tmp_path / "run")
+    assert all(torch.equal(whole[name], warm[name]) for name in whole)
+
+
+def test_a_rank_without_a_window_is_refused_before_the_start(config, tmp_path):
+    with pytest.raises(ValueError, match="7 training windows for 8 ranks: a rank would have nothing to do"):
+        training.train(config("trainer.devices=8", "data.window=145"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", ["trainer.max_steps=abc", "trainer.max_steps=-1", "trainer.num_nodes=0.5"])
+def test_numbers_that_cannot_be_meant_are_refused(config, setting):
+    with pytest.raises(ValueError, match=f"{setting}: expected a whole number, at least 1"):
+        training.train(config(setting))
+
+
+def test_other_steps_are_said(config, capsys):
+    training.train(config("trainer.max_steps=5"))
+    training.train(config("data.batch_size=2"))
+    assert "a step takes 2 windows from here on, not 4; to keep it, choose" in capsys.readouterr().out
+
+
+def test_a_run_that_was_moved_goes_on(config, tmp_path):
+    training.train(config("trainer.max_steps=12", f"run_dir={tmp_path / 'here'}"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    training.train(config("trainer.max_steps=13", f"run_dir={tmp_path / 'there'}", "data.num_workers=1"))
+    assert find_checkpoint(tmp_path / "there/checkpoints", "last").name == "step-000013"
+
+
+def test_a_sweep_over_several_devices_is_refused_with_the_way_to_do_it():
+    command = [sys.executable, "-m", "medusa_k25.train", "-m", "seed=1,2", "trainer.devices=2"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "every rank would start the whole sweep again. Run the settings one after another" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(config, tmp_path):

@@ -3,6 +3,7 @@
 Letters: S states of one answer, D hidden, K heads, V target vocabulary, W windows.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,6 +63,12 @@ def only(answers: Sequence[Answer], empty: Answer) -> Answer:
     return answers[0] if answers else empty
 
 
+def ignore_signals(worker: int) -> None:
+    """Signals reach whole process groups; when to stop is decided by the ranks, which still need their data then."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class MedusaData(L.LightningDataModule):
     """`window` positions are read in one go (consecutive on disk); a micro-batch takes `batch_size` windows a rank.
 
@@ -95,6 +102,14 @@ class MedusaData(L.LightningDataModule):
             raise ValueError(f"cache {cache.path}: no training answer has two tokens, so there is nothing to predict")
         self.label_counts_WK = self.windows.label_counts(draftable_V)
 
+    def refuse_idle_ranks(self, world_size: int) -> None:
+        """ValueError when a rank would have nothing to train on, ever."""
+        if len(self.windows) < world_size:
+            raise ValueError(
+                f"{len(self.windows)} training windows for {world_size} ranks: a rank would have nothing to do; "
+                "use fewer devices, a smaller data.window or more conversations"
+            )
+
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None
         return self.trainer
@@ -115,6 +130,7 @@ class MedusaData(L.LightningDataModule):
             batch_size=None,  # a share is a whole micro-batch already
             sampler=shares,
             num_workers=self.num_workers,
+            worker_init_fn=ignore_signals,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -140,6 +156,7 @@ class MedusaData(L.LightningDataModule):
             answers,
             batch_sampler=EqualShares(len(answers), trainer.global_rank, trainer.world_size),
             num_workers=self.num_workers,
+            worker_init_fn=ignore_signals,
             collate_fn=partial(only, empty=self._no_answer()),
             pin_memory=torch.cuda.is_available(),
         )

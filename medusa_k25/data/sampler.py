@@ -49,11 +49,6 @@ class StepShares(Sampler[Share]):
         world_size: int,
         position: Position,
     ):
-        if len(label_counts_WK) < world_size:
-            raise ValueError(
-                f"{len(label_counts_WK)} training windows for {world_size} ranks: a rank would have nothing to do; "
-                "use fewer devices, a smaller data.window or more conversations"
-            )
         self.label_counts_WK, self.batch_size, self.accumulate = label_counts_WK, batch_size, accumulate
         self.seed, self.rank, self.world_size, self.position = seed, rank, world_size, position
 

@@ -1,0 +1,189 @@
+"""Before a run starts: what it will take, whether that fits, and whose folder it is.
+
+Letters: K heads, N positions of a micro-batch, D hidden, M draft vocabulary, V target vocabulary.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from medusa_k25 import __version__
+from medusa_k25.cache import Cache
+from medusa_k25.checkpoint import complete_checkpoints
+from medusa_k25.costs import CPU_SHARE_OF_PEAK, GB, GPU_SHARE_OF_PEAK, TrainingCost
+from medusa_k25.data.datamodule import MedusaData
+from medusa_k25.heads import Heads
+from medusa_k25.target import Target
+
+
+def device_count(trainer: Any) -> int:
+    """Devices a node: `auto` is every GPU, or one CPU process."""
+    if trainer.devices == "auto":
+        return max(1, torch.cuda.device_count()) if trainer.accelerator in ("auto", "gpu", "cuda") else 1
+    return int(trainer.devices)
+
+
+def own_device(trainer: Any) -> torch.device:
+    """The device of this rank; looking at another one would leave a CUDA context there."""
+    if trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def cost_of(
+    cfg: DictConfig,
+    heads: Heads,
+    draft_vocab_size: int,
+    teacher: bool,
+    data: MedusaData,
+    devices: int,
+    device: torch.device,
+) -> TrainingCost:
+    own = 0 if heads.lm_heads is None else heads.lm_heads.weight.numel()
+    parameters = sum(parameter.numel() for parameter in heads.parameters()) - own
+    blocks = cfg.heads.num_blocks
+    return TrainingCost(
+        K=heads.num_heads,
+        N=cfg.data.batch_size * cfg.data.window,
+        D=heads.hidden_size,
+        M=draft_vocab_size,
+        parameters=parameters,
+        further_parameters=parameters * (blocks - 1) // blocks,
+        blocks=blocks,
+        own_lm_head=heads.own_lm_head,
+        teacher=teacher,
+        strategy=cfg.strategy.name,
+        world_size=devices * cfg.trainer.num_nodes,
+        low_precision=not str(cfg.trainer.precision).startswith("32"),
+        device_type=device.type,
+        longest_answer=max(run.row_stop - run.row_start for run in data.windows.runs),
+    )
+
+
+def refuse_what_cannot_fit(cost: TrainingCost, run_dir: Path, device: torch.device, devices: int) -> None:
+    """ValueError, before anything has started, when the run needs more memory or disk than there is."""
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+    else:
+        available = psutil.virtual_memory().available // devices
+    if cost.memory_bytes > available:
+        parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in cost.memory.items())
+        raise ValueError(
+            f"a device would need {cost.memory_bytes / GB:.1f} GB ({parts}), {available / GB:.1f} GB are free. "
+            f"It would fit with: {cost.smaller(available)}"
+        )
+    folder = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if cost.disk_bytes > free:
+        raise ValueError(
+            f"the checkpoints need {cost.disk_bytes / GB:.1f} GB, {free / GB:.1f} GB are free in {folder}; "
+            "choose run_dir= on another disk, or train fewer parameters (heads.num_blocks, heads.own_lm_head)"
+        )
+
+
+def summarise(
+    cfg: DictConfig,
+    target: Target,
+    heads: Heads,
+    data: MedusaData,
+    cost: TrainingCost,
+    peak: float,
+    coverage: dict[str, float],
+) -> str:
+    windows_a_step = cfg.data.batch_size * cost.world_size * cfg.trainer.accumulate_grad_batches
+    positions_a_step = windows_a_step * cfg.data.window
+    steps_an_epoch = len(data.windows) / windows_a_step
+    documents = {split: len(documents) for split, documents in data.documents.items()}
+    states_GB = data.cache.num_states * cost.D * data.cache.storage_dtype.itemsize / GB
+    share = GPU_SHARE_OF_PEAK if cost.device_type == "cuda" else CPU_SHARE_OF_PEAK
+    # ranks on a CPU share its cores
+    positions_per_s = share * peak * (cost.world_size if cost.device_type == "cuda" else 1) / cost.flops_per_position
+    minutes = cfg.trainer.max_steps * positions_a_step / positions_per_s / 60
+    memory = ", ".join(f"{part} {size / GB:.2f}" for part, size in cost.memory.items() if size)
+    return "\n".join(
+        [
+            f"target      {target.name}: D={cost.D:,}, V={target.vocab_size:,}",
+            f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states in "
+            f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}",
+            f"heads       {cost.K} x {type(heads).__name__}: {cost.trained / 1e6:.2f} M parameters",
+            f"vocabulary  {cost.M:,} of {target.vocab_size:,} tokens: "
+            f"{', '.join(f'{share:.1%} of the {text} text' for text, share in coverage.items())}",
+            f"memory      {cost.memory_bytes / GB:.2f} GB a device: {memory}",
+            f"disk        {cost.disk_bytes / GB:.2f} GB for checkpoints",
+            f"step        {cfg.data.batch_size} windows x {cfg.data.window} positions x {cost.world_size} ranks x "
+            f"{cfg.trainer.accumulate_grad_batches} accumulated = {positions_a_step:,} positions",
+            f"run         {cfg.trainer.max_steps} steps, {steps_an_epoch:.1f} an epoch: "
+            f"{cfg.trainer.max_steps / steps_an_epoch:.1f} epochs of {data.windows.num_positions:,} positions",
+            f"time        about {minutes:.0f} minutes at {positions_per_s:,.0f} positions/s ({share:.0%} of "
+            f"{peak / 1e12:.2f} TFLOP/s a device, {cost.flops_per_position / 1e9:.2f} GFLOP a position)",
+        ]
+    )
+
+
+def note_on_steps(cfg: DictConfig, record: dict[str, Any], cost: TrainingCost) -> str | None:
+    """Other ranks take other steps unless the user keeps the product; every window is seen once an epoch anyway."""
+    old = record["config"]
+    before = record["world_size"] * old["data"]["batch_size"] * old["trainer"]["accumulate_grad_batches"]
+    now = cost.world_size * cfg.data.batch_size * cfg.trainer.accumulate_grad_batches
+    if now == before:
+        return None
+    return (
+        f"note: a step takes {now} windows from here on, not {before}; to keep it, choose "
+        f"data.batch_size x trainer.accumulate_grad_batches = {before / cost.world_size:g}"
+    )
+
+
+# What makes a run that run, besides its target and cache: their folders may move, and it may be prolonged, go on with
+# other ranks, and log or load otherwise
+IDENTITY = {
+    *("seed", "draft_vocab_size", "num_nodes", "max_width", "warm_start"),
+    *("data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy"),
+}
+FREE = {
+    "data.batch_size",
+    "data.num_workers",
+    "trainer.max_steps",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.accumulate_grad_batches",
+    "trainer.log_every_n_steps",
+}
+
+
+def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
+    """Write config.yaml into the run folder; ValueError when the folder holds checkpoints of something else."""
+    head = f"# medusa_k25 {__version__}, target {target.name} {target.revision}, cache {cache.fingerprint}\n"
+    text = head + OmegaConf.to_yaml(cfg, resolve=True)
+    file = run_dir / "config.yaml"
+    if complete_checkpoints(run_dir / "checkpoints") and file.exists():
+        old, new = facts(file.read_text()), facts(text)
+        if old != new:
+            differing = [f"{key}: {new.get(key)}" for key in {**new, **old} if new.get(key) != old.get(key)]
+            raise ValueError(
+                f"{run_dir} holds another run (this one differs in: {'; '.join(differing[:5])}); "
+                "choose another name=, or repeat that run's command to continue it"
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"config.{os.getpid()}.part")  # all ranks write the same
+    part.write_text(text)
+    part.rename(file)
+
+
+def facts(text: str) -> dict[str, Any]:
+    """The identity of the run that a config.yaml belongs to; its first line names target and cache."""
+    config = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(config, dict)
+    values = flat({key: config.get(key) for key in IDENTITY})
+    return {"made with": text.partition("\n")[0]} | {k: v for k, v in values.items() if k not in FREE}
+
+
+def flat(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {path: node}
+    return {k: v for key, value in node.items() for k, v in flat(value, f"{path}.{key}".lstrip(".")).items()}
