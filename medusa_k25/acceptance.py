@@ -66,7 +66,7 @@ class Evaluator:
     def __init__(self, num_nodes: Sequence[int], max_width: int, ngram_longest: int):
         if not num_nodes or min(num_nodes) < 2:
             raise ValueError(f"evaluate.num_nodes={list(num_nodes)}: a pass verifies 2 tokens or more, root included")
-        self.num_nodes, self.max_width, self.ngram_longest = sorted(num_nodes), max_width, ngram_longest
+        self.num_nodes, self.max_width, self.ngram_longest = sorted(set(num_nodes)), max_width, ngram_longest
 
     def run(
         self, cache: Cache, heads: Heads, untrained: Heads, vocabulary: DraftVocabulary, lm_head_MD: Tensor

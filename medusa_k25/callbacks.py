@@ -49,10 +49,12 @@ class Checkpoints(Callback):
         self.received = 0  # the number of the signal
         self.handlers: dict[signal.Signals, Any] = {}
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         self.handlers = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        # Lightning would install its own next, which broadcasts from inside the handler: a rank alone in it hangs
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         self._restore_handlers()
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import __version__
@@ -104,7 +105,8 @@ def summarise(
     share = GPU_SHARE_OF_PEAK if cost.device_type == "cuda" else CPU_SHARE_OF_PEAK
     # ranks on a CPU share its cores
     positions_per_s = share * peak * (cost.world_size if cost.device_type == "cuda" else 1) / cost.flops_per_position
-    minutes = cfg.trainer.max_steps * positions_a_step / positions_per_s / 60
+    seconds = cfg.trainer.max_steps * positions_a_step / positions_per_s
+    duration = f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{seconds:.0f} s"
     memory = ", ".join(f"{part} {size / GB:.2f}" for part, size in cost.memory.items() if size)
     return "\n".join(
         [
@@ -120,7 +122,7 @@ def summarise(
             f"{cfg.trainer.accumulate_grad_batches} accumulated = {positions_a_step:,} positions",
             f"run         {cfg.trainer.max_steps} steps, {steps_an_epoch:.1f} an epoch: "
             f"{cfg.trainer.max_steps / steps_an_epoch:.1f} epochs of {data.windows.num_positions:,} positions",
-            f"time        about {minutes:.0f} minutes at {positions_per_s:,.0f} positions/s ({share:.0%} of "
+            f"time        about {duration} at {positions_per_s:,.0f} positions/s ({share:.0%} of "
             f"{peak / 1e12:.2f} TFLOP/s a device, {cost.flops_per_position / 1e9:.2f} GFLOP a position)",
         ]
     )
@@ -169,10 +171,11 @@ def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:
                 f"{run_dir} holds another run (this one differs in: {'; '.join(differing[:5])}); "
                 "choose another name=, or repeat that run's command to continue it"
             )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"config.{os.getpid()}.part")  # all ranks write the same
-    part.write_text(text)
-    part.rename(file)
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(text)
+        part.rename(file)
 
 
 def facts(text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,17 @@ from safetensors.torch import save_file
 from medusa_k25 import target_builders
 from medusa_k25.target import Target
 from medusa_k25.target_builders import TINY_VOCAB_SIZE, tiny_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left_of_a_run() -> Iterator[None]:
+    """A strategy started in this process leaves its rank and port in the environment, for every process after it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def write_tiny_llama(folder: Path, tied: bool = False, seed: int = 0) -> Path:

@@ -25,7 +25,7 @@ LAYERS = {
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
 
 ENTRY_POINTS = {*LAYERS["entry points"]}
-LIGHTNING = {"module", "strategy", "callbacks", "checkpoint", "tracking", "data.datamodule", "train"}
+LIGHTNING = {"module", "strategy", "callbacks", "checkpoint", "tracking", "data.datamodule", "preflight", "train"}
 ALLOWED = {
     "hydra": ENTRY_POINTS,
     "omegaconf": ENTRY_POINTS,

@@ -67,7 +67,7 @@ def test_the_installed_package_is_used_and_finds_its_config(python: Path, tmp_pa
 
 def test_a_verb_of_the_installed_package_shows_its_help(python: Path, tmp_path: Path) -> None:
     shown = run(python, "-m", "medusa_k25.train", "--help", cwd=tmp_path)
-    assert "exp: k25_4heads, smol_4heads" in shown
+    assert "exp: k25_4heads, k25_4heads_kd, k25_5heads_draft32k, k25_nvl8_multinode, smol_4heads" in shown
     assert not list(tmp_path.iterdir())
 
 

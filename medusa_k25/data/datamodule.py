@@ -3,6 +3,7 @@
 Letters: S states of one answer, D hidden, K heads, V target vocabulary, W windows.
 """
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -63,9 +64,13 @@ def only(answers: Sequence[Answer], empty: Answer) -> Answer:
     return answers[0] if answers else empty
 
 
-def ignore_signals(worker: int) -> None:
-    """Signals reach whole process groups; when to stop is decided by the ranks, which still need their data then."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+def leave_signals_to_the_rank(worker: int) -> None:
+    """A rank that is told to stop still needs its data for the running step, and signals reach whole process groups.
+
+    SIGTERM keeps its meaning: with it Python ends the workers of a process that fails.
+    """
+    os.setpgrp()
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -130,7 +135,7 @@ class MedusaData(L.LightningDataModule):
             batch_size=None,  # a share is a whole micro-batch already
             sampler=shares,
             num_workers=self.num_workers,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=leave_signals_to_the_rank,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -156,7 +161,7 @@ class MedusaData(L.LightningDataModule):
             answers,
             batch_sampler=EqualShares(len(answers), trainer.global_rank, trainer.world_size),
             num_workers=self.num_workers,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=leave_signals_to_the_rank,
             collate_fn=partial(only, empty=self._no_answer()),
             pin_memory=torch.cuda.is_available(),
         )
