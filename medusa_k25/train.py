@@ -17,7 +17,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -110,6 +111,8 @@ def train(cfg: DictConfig) -> None:
         )
     except Stopped as stopped:
         say(f"stopped at {find_checkpoint(checkpoints, 'last')}; the same command goes on from there")
+        if started_by_rank_zero(training.trainer):
+            sys.exit()  # rank 0 would be killed for another status, before it can end with its own
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         sys.exit(EXIT_REQUEUE)
@@ -129,6 +132,13 @@ def train(cfg: DictConfig) -> None:
             f"acceptance length on held-out text {tree:.3f} (tree of {cfg.num_nodes} nodes{against}), "
             f"{metrics['heldout/acceptance_chain']:.3f} (chain); best checkpoint: {best.path}"
         )
+
+
+def started_by_rank_zero(trainer: L.Trainer) -> bool:
+    """Whether this is a process that Lightning itself has started, not torchrun or Slurm."""
+    strategy = trainer.strategy
+    ours = isinstance(strategy, DDPStrategy) and isinstance(strategy.cluster_environment, LightningEnvironment)
+    return ours and not trainer.is_global_zero
 
 
 def make_inputs(cfg: DictConfig, target: Target) -> None:

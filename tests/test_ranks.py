@@ -14,7 +14,7 @@ import torch
 
 from medusa_k25 import train as training
 from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
-from medusa_k25.config import compose, conf_dir
+from medusa_k25.config import EXIT_REQUEUE, compose, conf_dir
 from medusa_k25.serving.formats import load_served
 from tests.test_training import metrics, weights
 from tests.tiny import cache_of
@@ -256,7 +256,7 @@ def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tm
     """As a user types it: two ranks under ZeRO-2, started by the first one, which is killed between checkpoints."""
     shared = ["+exp=k25_4heads", "target=tiny_k25", f"target.home={tiny_k25.path.parent}", f"cache={cache.path}"]
     shared += [f"run_dir={tmp_path / 'run'}", "logger=csv", "num_nodes=5"]
-    few = ["trainer.devices=2", "trainer.max_steps=60", "trainer.val_check_interval=10", "data.window=16"]
+    few = ["trainer.devices=2", "trainer.max_steps=300", "trainer.val_check_interval=10", "data.window=16"]
 
     def verb(name: str, *overrides: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", f"medusa_k25.{name}", *shared, *overrides]
@@ -266,16 +266,26 @@ def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tm
         out, _ = process.communicate(timeout=200)  # not before the second rank has let go of the pipe, too
         return out
 
+    def last() -> str:
+        return find_checkpoint(tmp_path / "run/checkpoints", "last").name
+
     first = verb("train", *few)
     while not (tmp_path / "run/checkpoints/step-000010").exists() and first.poll() is None:
         time.sleep(0.02)
-    first.kill()
+    first.terminate()
     out = ended(first)
-    assert first.returncode == -signal.SIGKILL, out
-    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name < "step-000060"
+    assert first.returncode == EXIT_REQUEUE, out
+    stopped = last()
+    second = verb("train", *few)
+    while last() == stopped and second.poll() is None:
+        time.sleep(0.02)
+    second.kill()
+    out = ended(second)
+    assert second.returncode == -signal.SIGKILL, out
+    assert last() < "step-000300"
     out = ended(verb("train", *few))
     assert "going on from" in out and "acceptance length on held-out text" in out, out
-    assert max(step for step, _ in metrics(tmp_path / "run")) == 60
+    assert max(step for step, _ in metrics(tmp_path / "run")) == 300
     assert "heads, tree" in ended(verb("evaluate"))
     out = ended(verb("export"))
     served = load_served(tmp_path / "run/export")
