@@ -4,7 +4,6 @@ import csv
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -256,12 +255,15 @@ def test_a_run_that_was_moved_goes_on(config, tmp_path):
     assert find_checkpoint(tmp_path / "there/checkpoints", "last").name == "step-000013"
 
 
-def test_a_sweep_over_several_devices_is_refused_with_the_way_to_do_it():
-    command = [sys.executable, "-m", "medusa_k25.train", "-m", "seed=1,2", "trainer.devices=2"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert "every rank would start the whole sweep again. Run the settings one after another" in run.stderr
-    assert "Traceback" not in run.stderr
+def test_a_sweep_over_several_devices_is_refused_with_the_way_to_do_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "--multirun", "seed=1,2", "trainer.devices=2"])
+    with pytest.raises(SystemExit) as ended:
+        training.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "every rank would start the whole sweep again. Run the settings one after another" in said
+    assert "Traceback" not in said
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(config, tmp_path):
