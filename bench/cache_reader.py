@@ -32,6 +32,7 @@ def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: flo
         fingerprints={"lm_head": "", "final_norm": "", "tokenizer": ""},
     )
     T = 2048
+    torch.manual_seed(0)  # the prompts decide the splits
     hidden_TD = torch.randn(T, hidden_size)
     documents = int(num_bytes / (T * hidden_size * STORAGE_DTYPES[storage_dtype].itemsize))
     with CacheWriter.open(path, target, storage_dtype, engine="none") as writer:

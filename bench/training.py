@@ -115,7 +115,7 @@ def recipe(module: MedusaModule, batch: Batch) -> None:
 
 def compare_a_step(folder: Path, rounds: int) -> None:
     torch.set_num_threads(1)
-    cache = write_cache(folder / "cache", "float32", D, 80e6, V)
+    cache = write_cache(folder / "cache", "float32", D, 200e6, V)
     module, data = build(cache, V)
     data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     batch = next(iter(data.train_dataloader()))
@@ -177,7 +177,7 @@ def rank(folder: Path, devices: int) -> None:
 
 
 def compare_ranks(folder: Path) -> None:
-    module, _ = build(write_cache(folder / "cache", "float32", D, 80e6, WIRE_V), WIRE_V)
+    module, _ = build(write_cache(folder / "cache", "float32", D, 200e6, WIRE_V), WIRE_V)
     gradient = 4 * sum(parameter.numel() for parameter in module.parameters())
     print(f"\nG = {gradient / 1e6:.2f} MB of gradients; lm_head {module.lm_head_MD.nbytes / 1e6:.2f} MB")
     print(f"{'':8} {'ranks':>6} {'MB a step':>10} {'in G':>6} {'formula':>8} {'ms a step':>10}")
