@@ -1,5 +1,6 @@
 """What happens around training: checkpoints, stopping, speed."""
 
+import os
 import resource
 import shutil
 import signal
@@ -53,6 +54,9 @@ class Checkpoints(Callback):
         self.handlers = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
         # Lightning would install its own next, which broadcasts from inside the handler: a rank alone in it hangs
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        if trainer.is_global_zero:
+            for part in self.folder.glob("step-*.part"):  # what a kill has left
+                shutil.rmtree(part)
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         self._restore_handlers()
@@ -106,10 +110,15 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(part / "trainer.ckpt")
         state = whole_state(trainer, module)
         if trainer.is_global_zero:
-            tree = [list(path) for path in module.tree.paths] if module.tree else []
+            chosen = module.tree if module.validation_metrics else None  # else it is that of an earlier step
+            tree = [list(path) for path in chosen.paths] if chosen else []
             reached = {"step": trainer.global_step, "metrics": module.validation_metrics, "tree": tree}
             record = {**self.record, **reached, "world_size": trainer.world_size}
             write_heads(part, state, module.heads, module.vocabulary, record)
+            for file in part.rglob("*"):
+                if file.is_file():  # on disk before the name says so, and before another one is dropped
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
             if place.exists():
                 shutil.rmtree(place)
             part.rename(place)

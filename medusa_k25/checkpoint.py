@@ -7,6 +7,7 @@ checkpoints/step-000200/heads.json         type, arguments, provenance, metrics;
 
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,29 +77,39 @@ def load_heads(folder: Path) -> HeadsCheckpoint:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """All whole checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in folder.glob("step-*/heads.json") if path.parent.suffix != ".part")
+    paths = [file.parent for file in folder.glob("step-*/heads.json") if re.fullmatch(r"step-\d+", file.parent.name)]
+    return sorted(paths, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def find_checkpoint(folder: Path, which: str | int) -> Path:
     """`which`: "best" (by acceptance length on calibration text), "last", a step number, or a checkpoint's path."""
     which = str(which)  # a step comes as an int from the command line
-    if Path(which).is_dir():
-        return Path(which)
     paths = complete_checkpoints(folder)
+    by_step = {str(step_of(path)): path for path in paths}
+    if which not in ("best", "last", *by_step) and Path(which).is_dir():
+        return Path(which)
     if not paths:
         raise ValueError(f"no checkpoint in {folder}; run medusa_k25.train first, or give checkpoint=FOLDER")
     if which == "last":
         return paths[-1]
     if which == "best":
         return max(reversed(paths), key=score)  # of equals the last
-    by_step = {str(int(path.name.removeprefix("step-"))): path for path in paths}
     if which not in by_step:
         raise ValueError(f"checkpoint={which}: expected best, last, a folder, or one of the steps {', '.join(by_step)}")
     return by_step[which]
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    return json.loads((path / "heads.json").read_text())
+    try:
+        return json.loads((path / "heads.json").read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path}/heads.json is damaged ({error}); remove that checkpoint to use the one before"
+        ) from None
 
 
 def score(path: Path) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from medusa_k25.loss import BLOCK_BYTES, ROWS
+from medusa_k25.loss import BLOCK_BYTES, LEAST_ROWS, ROWS
 
 GB = 1e9
 # Dense bf16 peak, FLOP/s, from the vendor's data sheets. The longer name first where one contains the other.
@@ -85,6 +85,9 @@ class TrainingCost:
         rows = min(ROWS[self.device_type], K * N)
         loss = BLOCK_BYTES[self.device_type] * (2 if self.low_precision else 1) + 4 * rows * D * 4
         loss += N * D * 4 if self.teacher else 0
+        if self.own_lm_head:  # its gradient in fp32 and scaled, whole rows of logits, and what ZeRO-3 gathers
+            loss += 8 * K * self.M * D + 2 * LEAST_ROWS[self.device_type] * self.M * 4
+            loss += K * self.M * D * item if self.strategy == "zero3" else 0
         validation = (2 * K + 1) * self.longest_answer * D * item + 2 * BLOCK_BYTES[self.device_type]
         return {
             "weights, gradients, optimizer": self.state_bytes,

@@ -29,7 +29,7 @@ def main(cfg: DictConfig) -> None:
     vocabulary, trained = checkpoint.vocabulary, checkpoint.record["config"]
     if cfg.tree is not None:
         tree = Tree(cfg.tree)
-    elif all(cfg[key] == trained[key] for key in ("num_nodes", "max_width")):
+    elif checkpoint.record["tree"] and all(cfg[key] == trained[key] for key in ("num_nodes", "max_width")):
         tree = Tree(checkpoint.record["tree"])
     else:
         cache = Cache.open(Path(cfg.cache), target)

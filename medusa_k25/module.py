@@ -4,7 +4,7 @@ Letters: N positions, S states of one answer, D hidden, K heads, M draft vocabul
 """
 
 from collections.abc import Callable, Sequence
-from math import cos, pi
+from math import cos, isfinite, pi
 from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
@@ -146,6 +146,8 @@ class MedusaModule(L.LightningModule):
             step_sum_K = self.trainer.strategy.reduce(self._sum_K, reduce_op="sum")
             self.loss_K = (step_sum_K / batch.count_K.clamp(min=1)).tolist()
             self.report({f"train/loss_head{k}": loss for k, loss in enumerate(self.loss_K, start=1)}, step)
+            if not all(isfinite(loss) for loss in self.loss_K):
+                raise ValueError(f"the loss of step {step} is {self.loss_K}: training has diverged; lower optimizer.lr")
         # The total is divided by the labels of the whole step already, and the engines average over ranks and
         # micro-batches: Lightning over the latter, and DeepSpeed once more.
         averaged = accumulate**2 if self.trainer.strategy.handles_gradient_accumulation else accumulate

@@ -5,6 +5,7 @@ Letters: K heads, N positions of a micro-batch, D hidden, M draft vocabulary, V 
 
 import os
 import shutil
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ def device_count(trainer: Any) -> int:
     """Devices a node: `auto` is every GPU, or one CPU process."""
     if trainer.devices == "auto":
         return max(1, torch.cuda.device_count()) if trainer.accelerator in ("auto", "gpu", "cuda") else 1
-    return int(trainer.devices)
+    if not isinstance(trainer.devices, int) or trainer.devices < 1:
+        raise ValueError(
+            f"trainer.devices={trainer.devices}: expected a number of devices, or auto; "
+            "CUDA_VISIBLE_DEVICES chooses which"
+        )
+    return trainer.devices
 
 
 def own_device(trainer: Any) -> torch.device:
@@ -80,7 +86,8 @@ def refuse_what_cannot_fit(cost: TrainingCost, run_dir: Path, device: torch.devi
             f"It would fit with: {cost.smaller(available)}"
         )
     folder = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(folder).free
+    own = sum(file.stat().st_size for file in (run_dir / "checkpoints").rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free + own  # the run's own checkpoints will make room
     if cost.disk_bytes > free:
         raise ValueError(
             f"the checkpoints need {cost.disk_bytes / GB:.1f} GB, {free / GB:.1f} GB are free in {folder}; "
@@ -99,13 +106,22 @@ def summarise(
 ) -> str:
     windows_a_step = cfg.data.batch_size * cost.world_size * cfg.trainer.accumulate_grad_batches
     positions_a_step = windows_a_step * cfg.data.window
-    steps_an_epoch = len(data.windows) / windows_a_step
+    steps_an_epoch = ceil(len(data.windows) / windows_a_step)  # a step never crosses an epoch
     documents = {split: len(documents) for split, documents in data.documents.items()}
     states_GB = data.cache.num_states * cost.D * data.cache.storage_dtype.itemsize / GB
     share = GPU_SHARE_OF_PEAK if cost.device_type == "cuda" else CPU_SHARE_OF_PEAK
     # ranks on a CPU share its cores
     positions_per_s = share * peak * (cost.world_size if cost.device_type == "cuda" else 1) / cost.flops_per_position
-    seconds = cfg.trainer.max_steps * positions_a_step / positions_per_s
+    epochs = cfg.trainer.max_steps / steps_an_epoch
+    answers = cfg.trainer.get("limit_val_batches", None)  # a rank and split
+    validated = sum(
+        run.row_stop - run.row_start
+        for runs in data.validation_runs()
+        for run in runs[: None if answers is None else answers * cost.world_size]
+    )
+    validations = ceil(cfg.trainer.max_steps / cfg.trainer.val_check_interval)
+    # a validated position has no backward pass
+    seconds = (epochs * data.windows.num_positions + validations * validated / 2) / positions_per_s
     duration = f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{seconds:.0f} s"
     memory = ", ".join(f"{part} {size / GB:.2f}" for part, size in cost.memory.items() if size)
     return "\n".join(
@@ -120,8 +136,9 @@ def summarise(
             f"disk        {cost.disk_bytes / GB:.2f} GB for checkpoints",
             f"step        {cfg.data.batch_size} windows x {cfg.data.window} positions x {cost.world_size} ranks x "
             f"{cfg.trainer.accumulate_grad_batches} accumulated = {positions_a_step:,} positions",
-            f"run         {cfg.trainer.max_steps} steps, {steps_an_epoch:.1f} an epoch: "
-            f"{cfg.trainer.max_steps / steps_an_epoch:.1f} epochs of {data.windows.num_positions:,} positions",
+            f"run         {cfg.trainer.max_steps} steps, {steps_an_epoch} an epoch: "
+            f"{epochs:.1f} epochs of {data.windows.num_positions:,} positions; {validations} validations of "
+            f"{validated:,}",
             f"time        about {duration} at {positions_per_s:,.0f} positions/s ({share:.0%} of "
             f"{peak / 1e12:.2f} TFLOP/s a device, {cost.flops_per_position / 1e9:.2f} GFLOP a position)",
         ]
@@ -183,7 +200,8 @@ def facts(text: str) -> dict[str, Any]:
     config = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(config, dict)
     values = flat({key: config.get(key) for key in IDENTITY})
-    return {"made with": text.partition("\n")[0]} | {k: v for k, v in values.items() if k not in FREE}
+    made_with = text.partition("\n")[0].partition(", ")[2]  # whatever version wrote it
+    return {"made with": made_with} | {k: v for k, v in values.items() if k not in FREE}
 
 
 def flat(node: Any, path: str = "") -> dict[str, Any]:

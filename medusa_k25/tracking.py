@@ -54,7 +54,7 @@ class MetricsTable(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        new = not self.file.exists()
+        new = not self.file.exists() or not self.file.stat().st_size
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", newline="") as file:
             writer = csv.writer(file)
@@ -66,9 +66,11 @@ class MetricsTable(Logger):
     def resume(self, step: int) -> None:
         """Drop what a killed run logged after the checkpoint it resumes from."""
         if self.file.exists():
-            header, *rows = read_metrics(self.file)
-            with self.file.open("w", newline="") as file:
-                csv.writer(file).writerows([header, *(row for row in rows if int(row[0]) <= step)])
+            rows = [row for row in read_metrics(self.file) if len(row) == 3]  # the last one may be torn
+            part = self.file.with_suffix(".part")
+            with part.open("w", newline="") as file:
+                csv.writer(file).writerows(row for row in rows if row[0] == "step" or int(row[0]) <= step)
+            part.rename(self.file)
 
 
 class WandbRun(Logger):

@@ -68,6 +68,8 @@ def main(cfg: DictConfig) -> None:
             "a sweep (--multirun) with several devices: every rank would start the whole sweep again. Run the "
             "settings one after another in a shell loop, each with its own name=, or set trainer.devices=1"
         )
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until Checkpoints takes over there is nothing to save
+        signal.signal(number, lambda *_: sys.exit(EXIT_REQUEUE))
     train(cfg)
 
 
@@ -95,7 +97,11 @@ def train(cfg: DictConfig) -> None:
     if last is not None:
         if step >= cfg.trainer.max_steps:
             say(f"{run_dir} is trained to step {step} already; raise trainer.max_steps to go on")
+            if "train" not in read_report(run_dir):  # killed after its last checkpoint
+                conclude(cfg, training)
             return
+        if not (last / "trainer.ckpt").exists():
+            raise ValueError(f"{last} has no trainer.ckpt to go on from; remove that folder to use the one before")
         say(f"going on from {last}")
         if note := note_on_steps(cfg, read_record(last), training.cost):
             say(note)
@@ -116,22 +122,29 @@ def train(cfg: DictConfig) -> None:
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         sys.exit(EXIT_REQUEUE)
-    if training.trainer.is_global_zero:
-        best = load_heads(find_checkpoint(checkpoints, "best"))
-        metrics = best.record["metrics"]
-        update_report(run_dir, "train", {"checkpoint": str(best.path), "metrics": metrics})
-        for logger in training.trainer.loggers:
-            if isinstance(logger, WandbRun):
-                logger.log_heads(metrics, best.record["step"])
-                logger.finish()
-        tree = metrics["heldout/acceptance_tree"]
-        against = ""
-        if cfg.break_even is not None:
-            against = f", {'above' if tree > cfg.break_even else 'below'} the break-even of {cfg.break_even:g}"
-        print(
-            f"acceptance length on held-out text {tree:.3f} (tree of {cfg.num_nodes} nodes{against}), "
-            f"{metrics['heldout/acceptance_chain']:.3f} (chain); best checkpoint: {best.path}"
-        )
+    conclude(cfg, training)
+
+
+def conclude(cfg: DictConfig, training: Training) -> None:
+    """What a trained run leaves: its section of report.json, W&B's table and picture, and the line that counts."""
+    if not training.trainer.is_global_zero:
+        return
+    run_dir = Path(cfg.run_dir)
+    best = load_heads(find_checkpoint(run_dir / "checkpoints", "best"))
+    metrics = best.record["metrics"]
+    update_report(run_dir, "train", {"checkpoint": str(best.path), "metrics": metrics})
+    for logger in training.trainer.loggers:
+        if isinstance(logger, WandbRun):
+            logger.log_heads(metrics, best.record["step"])
+            logger.finish()
+    tree = metrics["heldout/acceptance_tree"]
+    against = ""
+    if cfg.break_even is not None:
+        against = f", {'above' if tree > cfg.break_even else 'below'} the break-even of {cfg.break_even:g}"
+    print(
+        f"acceptance length on held-out text {tree:.3f} (tree of {cfg.num_nodes} nodes{against}), "
+        f"{metrics['heldout/acceptance_chain']:.3f} (chain); best checkpoint: {best.path}"
+    )
 
 
 def started_by_rank_zero(trainer: L.Trainer) -> bool:

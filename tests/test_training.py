@@ -242,6 +242,73 @@ def test_numbers_that_cannot_be_meant_are_refused(config, setting):
         training.train(config(setting))
 
 
+@pytest.mark.parametrize("setting", ["data.batch_size=0", "data.window=0", "data.num_workers=-1"])
+def test_data_settings_that_cannot_be_meant_are_refused(config, setting):
+    with pytest.raises(ValueError, match=r"expected data\.window and data\.batch_size of at least 1"):
+        training.train(config(setting))
+
+
+@pytest.mark.parametrize("devices", ["-1", "0", "[0,1]", "'0,1'"])
+def test_devices_are_a_number(config, devices):
+    with pytest.raises(ValueError, match="expected a number of devices, or auto"):
+        training.train(config(f"trainer.devices={devices}"))
+
+
+def test_the_arithmetic_of_short_epochs(config, tiny_k25, cache):
+    """A step never crosses an epoch, so a step of more windows than there are is an epoch."""
+    built = training.build(config("data.batch_size=1000"), tiny_k25, cache)
+    assert "12 steps, 1 an epoch: 12.0 epochs of 1,012 positions; 3 validations of" in built.summary
+
+
+def test_folders_of_the_user_are_neither_read_nor_dropped(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("best", "last"):
+        (tmp_path / name).mkdir()
+    training.train(config())
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.copytree(find_checkpoint(checkpoints, "last"), checkpoints / "step-000012-mine")
+    training.train(config("trainer.max_steps=13"))
+    assert find_checkpoint(checkpoints, "last").name == "step-000013"
+    assert (checkpoints / "step-000012-mine").is_dir()
+
+
+def test_what_a_kill_leaves_behind_is_mended(config, tmp_path):
+    """A half-written checkpoint, a torn table, a report that was not written any more, another version's config."""
+    run = tmp_path / "run"
+    training.train(config("trainer.max_steps=5"))
+    (run / "checkpoints/step-000006.part").mkdir()
+    with (run / "metrics.csv").open("a") as file:
+        file.write("6,train/lo")
+    config_file = run / "config.yaml"
+    config_file.write_text(config_file.read_text().replace("# medusa_k25 ", "# medusa_k25 0.0.0.", 1))
+    training.train(config())
+    assert not list((run / "checkpoints").glob("*.part"))
+    assert metrics(run)[12, "heldout/acceptance_tree"] >= 1
+    (run / "report.json").unlink()
+    training.train(config())
+    assert "train" in json.loads((run / "report.json").read_text())
+    (run / "metrics.csv").write_text("")
+    training.train(config("trainer.max_steps=13"))
+    assert max(step for step, _ in metrics(run)) == 13
+
+
+def test_a_damaged_checkpoint_is_named(config, tmp_path):
+    training.train(config())
+    last = find_checkpoint(tmp_path / "run/checkpoints", "last")
+    shutil.rmtree(last / "trainer.ckpt", ignore_errors=True)
+    (last / "trainer.ckpt").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=r"step-000012 has no trainer\.ckpt to go on from; remove that folder"):
+        training.train(config("trainer.max_steps=13"))
+    (last / "heads.json").write_text("")
+    with pytest.raises(ValueError, match=r"step-000012/heads\.json is damaged"):
+        training.train(config("trainer.max_steps=13"))
+
+
+def test_a_loss_that_is_no_number_ends_the_training(config):
+    with pytest.raises(ValueError, match="training has diverged; lower optimizer.lr"):
+        training.train(config("optimizer.lr=1e30"))
+
+
 def test_other_steps_are_said(config, capsys):
     training.train(config("trainer.max_steps=5"))
     training.train(config("data.batch_size=2"))

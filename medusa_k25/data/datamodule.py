@@ -92,6 +92,11 @@ class MedusaData(L.LightningDataModule):
         seed: int,
     ):
         super().__init__()
+        if window < 1 or batch_size < 1 or num_workers < 0:
+            raise ValueError(
+                "expected data.window and data.batch_size of at least 1 and data.num_workers of at least 0, "
+                f"got {window}, {batch_size} and {num_workers}"
+            )
         self.cache, self.num_heads, self.batch_size = cache, num_heads, batch_size
         self.num_workers, self.seed = num_workers, seed
         self.position = Position()
@@ -141,9 +146,12 @@ class MedusaData(L.LightningDataModule):
 
     def val_dataloader(self) -> list[DataLoader]:
         """Calibration text, held-out text, and as many answers of training text, so that over-fitting shows."""
+        return [self._answers(runs) for runs in self.validation_runs()]
+
+    def validation_runs(self) -> list[list[Run]]:
         runs = {split: self._mixed_runs(split) for split in VALIDATION_SPLITS}
         runs["train"] = runs["train"][: len(runs["heldout"])]
-        return [self._answers(runs[split]) for split in VALIDATION_SPLITS]
+        return [runs[split] for split in VALIDATION_SPLITS]
 
     def _mixed_runs(self, split: Split) -> list[Run]:
         """The split's answers in an order that is mixed, but always the same: its first ones are a fair sample.
