@@ -89,6 +89,12 @@ def train(cfg: DictConfig) -> None:
     cache = Cache.open(Path(cfg.cache), target)
     checkpoints = run_dir / "checkpoints"
     last = find_checkpoint(checkpoints, "last") if complete_checkpoints(checkpoints) else None
+    if cfg.resume not in ("auto", "never"):
+        raise ValueError(f"resume={cfg.resume}: expected auto or never")
+    if cfg.resume == "never" and last is not None:
+        raise ValueError(
+            f"resume=never, but {run_dir} holds {last.name}; choose another name=, or resume=auto to go on"
+        )
     training = build(cfg, target, cache, last)
     claim(run_dir, cfg, target, cache)
     say(training.summary)

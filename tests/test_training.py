@@ -292,6 +292,14 @@ def test_what_a_kill_leaves_behind_is_mended(config, tmp_path):
     assert max(step for step, _ in metrics(run)) == 13
 
 
+def test_resuming_can_be_forbidden(config):
+    training.train(config("trainer.max_steps=5", "resume=never"))
+    with pytest.raises(ValueError, match=r"resume=never, but .* holds step-000005; choose another name="):
+        training.train(config("resume=never"))
+    with pytest.raises(ValueError, match="resume=yes: expected auto or never"):
+        training.train(config("resume=yes"))
+
+
 def test_a_damaged_checkpoint_is_named(config, tmp_path):
     training.train(config())
     last = find_checkpoint(tmp_path / "run/checkpoints", "last")
