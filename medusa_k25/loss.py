@@ -83,6 +83,15 @@ class MedusaLoss:
     def needs_teacher(self) -> bool:
         return self.distillation > 0
 
+    def weights(self, num_heads: int) -> Sequence[float]:
+        """One number a head; ValueError where head_weights has another number of them."""
+        head_weights = self.head_weights or [0.8**k for k in range(1, num_heads + 1)]
+        if len(head_weights) != num_heads:
+            raise ValueError(
+                f"loss.head_weights has {len(head_weights)} numbers for {num_heads} heads: give one a head"
+            )
+        return head_weights
+
     def __call__(
         self, features_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, count_K: Tensor, teacher: Teacher | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -92,11 +101,7 @@ class MedusaLoss:
         micro-batches and ranks add up to the loss of the step. A head without labels may have count 0.
         The other arguments and the errors are those of `multi_head_loss`.
         """
-        K = len(features_KND)
-        head_weights = self.head_weights or [0.8**k for k in range(1, K + 1)]
-        if len(head_weights) != K:
-            raise ValueError(f"loss.head_weights has {len(head_weights)} numbers for {K} heads: give one a head")
-        weights_K = torch.tensor(head_weights, device=features_KND.device, dtype=torch.float32)
+        weights_K = torch.tensor(self.weights(len(features_KND)), device=features_KND.device, dtype=torch.float32)
         weights_K /= count_K.to(weights_K.device).clamp(min=1)
         return multi_head_loss(
             features_KND, lm_head, labels_KN, weights_K, teacher, self.distillation, self.temperature, self.rows

@@ -187,6 +187,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     new_heads = partial(instantiate(cfg.heads), hidden_size=target.hidden_size, draft_vocab_size=len(vocabulary))
     with torch.device("meta"):  # sizes without memory: what cannot fit must not be tried
         sizes = new_heads()
+    loss.weights(sizes.num_heads)  # refuses another number of heads now rather than in the first step
     data: MedusaData = instantiate(cfg.data)(
         cache=cache,
         num_heads=sizes.num_heads,

@@ -292,6 +292,12 @@ def test_what_a_kill_leaves_behind_is_mended(config, tmp_path):
     assert max(step for step, _ in metrics(run)) == 13
 
 
+def test_head_weights_for_other_heads_are_refused_before_the_start(config, tmp_path):
+    with pytest.raises(ValueError, match=r"loss\.head_weights has 3 numbers for 4 heads"):
+        training.train(config("loss.head_weights=[1,1,1]"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_resuming_can_be_forbidden(config):
     training.train(config("trainer.max_steps=5", "resume=never"))
     with pytest.raises(ValueError, match=r"resume=never, but .* holds step-000005; choose another name="):
