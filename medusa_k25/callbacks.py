@@ -47,7 +47,8 @@ class Checkpoints(Callback):
 
     def __init__(self, folder: Path, data: MedusaData, record: Mapping[str, Any]):
         self.folder, self.data, self.record = folder, data, record
-        self.received = 0  # the number of the signal
+        self.received = 0  # the number of the signal that this rank got
+        self.agreed = 0  # that any rank had got by the end of the step
         self.handlers: dict[signal.Signals, Any] = {}
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -85,19 +86,19 @@ class Checkpoints(Callback):
         self.data.advance()
         # the ranks get the signal at different steps, or only one of them does: they stop together
         received = torch.tensor(self.received, device=trainer.strategy.root_device)
-        self.received = int(trainer.strategy.reduce(received, reduce_op="max"))
+        self.agreed = int(trainer.strategy.reduce(received, reduce_op="max"))
         trainer.should_stop = trainer.global_step >= trainer.max_steps  # Lightning validates before it stops
-        if self.received and not trainer.should_stop and micro_batches % trainer.val_check_batch:
+        if self.agreed and not trainer.should_stop and micro_batches % trainer.val_check_batch:
             assert isinstance(module, MedusaModule)
             module.validation_metrics = {}  # those of an earlier step
             self.save(trainer, module)
-            raise Stopped(self.received)
+            raise Stopped(self.agreed)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
             self.save(trainer, module)
-            if self.received and not trainer.should_stop:
-                raise Stopped(self.received)
+            if self.agreed and not trainer.should_stop:  # a signal during validation: after the next step
+                raise Stopped(self.agreed)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MedusaModule)

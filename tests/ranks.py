@@ -2,9 +2,9 @@
 
 python -m torch.distributed.run --nproc-per-node 2 tests/ranks.py JOBS.json
 
-JOBS.json: a list of {"overrides": [...], "kill": [rank, step] or null, "signal": [rank, step] or null}. What a job's
-optimizer held on rank 0, and how many bytes a step sent over the loopback, is written into its run folder as
-facts.json.
+JOBS.json: a list of {"overrides": [...], "kill": [rank, step] or null, "signal": [rank, step] or null,
+"signal_in_validation": [rank, step] or null}. What a job's optimizer held on rank 0, and how many bytes a step sent
+over the loopback, lies in its run folder then, as facts.json.
 """
 
 import itertools
@@ -24,8 +24,8 @@ from medusa_k25.config import compose
 
 
 class Job(Callback):
-    def __init__(self, run_dir, kill, signal):
-        self.run_dir, self.kill, self.signal = run_dir, kill, signal
+    def __init__(self, run_dir, kill, signal, signal_in_validation):
+        self.run_dir, self.kill, self.signal, self.in_validation = run_dir, kill, signal, signal_in_validation
         self.sent = []  # by all ranks, at the end of each step
 
     def on_train_batch_start(self, trainer, module, batch, index):
@@ -33,6 +33,10 @@ class Job(Callback):
         if here == self.kill and index % trainer.accumulate_grad_batches:  # in the middle of a step
             os.kill(os.getpid(), signal.SIGKILL)
         if here == self.signal and index % trainer.accumulate_grad_batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_start(self, trainer, module):
+        if [trainer.global_rank, trainer.global_step] == self.in_validation:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -72,7 +76,8 @@ def main():
 
         def build_with_job(*args, job=job, cfg=cfg):
             built = build(*args)
-            job_callback = Job(cfg.run_dir, job.get("kill"), job.get("signal"))
+            orders = (job.get(name) for name in ("kill", "signal", "signal_in_validation"))
+            job_callback = Job(cfg.run_dir, *orders)
             built.trainer.callbacks.append(job_callback)  # type: ignore[attr-defined]
             return built
 

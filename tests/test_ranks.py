@@ -175,7 +175,15 @@ def resumed(job, whole, tmp_path_factory):
     assert last("one") == "step-000004"
     training.train(compose(of("one", *one_rank, strategy="auto")["overrides"]))
     assert last("zero1-then-2-ranks") == "step-000007"
-    on_ranks(2, folder, *(of(name) for name in ("ddp", "zero2", "zero3")), of("zero1-then-2-ranks", strategy="zero1"))
+    out = on_ranks(
+        2,
+        folder,
+        *(of(name) for name in ("ddp", "zero2", "zero3")),
+        of("zero1-then-2-ranks", strategy="zero1"),
+        of("validating", strategy="ddp", signal_in_validation=[1, 4]),
+    )
+    assert f"{folder / 'validating'} ended with status 75" in out
+    assert last("validating") == "step-000005"  # one rank alone cannot stop: both do, after the next step
     return folder
 
 
