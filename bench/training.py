@@ -79,13 +79,6 @@ class Steps(Callback):
         return statistics.median(b - a for a, b in zip(self.marks[2:], self.marks[3:], strict=False))
 
 
-class Advance(Callback):
-    """What callbacks.Checkpoints does for the data, without checkpoints."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.datamodule.advance()  # type: ignore[attr-defined]
-
-
 def trainer_of(folder: Path, steps: Steps, max_steps: int, strategy: Any, devices: int) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
@@ -94,7 +87,7 @@ def trainer_of(folder: Path, steps: Steps, max_steps: int, strategy: Any, device
         max_steps=max_steps,
         limit_val_batches=0,
         logger=MetricsTable(folder),
-        callbacks=[steps, Progress(1.0, 1.0), Advance()],
+        callbacks=[steps, Progress(1.0, 1.0)],
         gradient_clip_val=1.0,
         use_distributed_sampler=False,
         enable_progress_bar=False,

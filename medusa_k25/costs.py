@@ -11,7 +11,7 @@ import torch
 from medusa_k25.loss import BLOCK_BYTES, LEAST_ROWS, ROWS
 
 GB = 1e9
-# Dense bf16 peak, FLOP/s, from the vendor's data sheets. The longer name first where one contains the other.
+# Dense bf16 peak, FLOP/s, from the vendor's data sheets.
 PEAK_FLOPS = {
     "RTX PRO 6000": 503e12,
     "B300": 2250e12,

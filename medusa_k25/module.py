@@ -128,14 +128,12 @@ class MedusaModule(L.LightningModule):
 
     def features_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features [K, N, D] and draft-vocabulary labels [K, N]."""
-        hidden_ND = batch.hidden_ND.to(self.lm_head_MD.dtype)
-        return self.heads(hidden_ND, batch.future_NK[:, :-1]), self.vocabulary.to_draft(batch.future_NK[:, 1:]).T
+        return self.heads(batch.hidden_ND, batch.future_NK[:, :-1]), self.vocabulary.to_draft(batch.future_NK[:, 1:]).T
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        batch = batch._replace(hidden_ND=batch.hidden_ND.to(self.lm_head_MD.dtype))
         features_KND, labels_KN = self.features_and_labels(batch)
-        teacher = (
-            Teacher(batch.hidden_ND.to(self.lm_head_MD.dtype), self.lm_head_MD) if self.loss.needs_teacher else None
-        )
+        teacher = Teacher(batch.hidden_ND, self.lm_head_MD) if self.loss.needs_teacher else None
         total, sum_K = self.heads.with_lm_head(
             self.lm_head_MD, lambda lm_head: self.loss(features_KND, lm_head, labels_KN, batch.count_K, teacher)
         )

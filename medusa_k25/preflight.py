@@ -116,7 +116,7 @@ def summarise(
     answers = cfg.trainer.get("limit_val_batches", None)  # a rank and split
     validated = sum(
         run.row_stop - run.row_start
-        for runs in data.validation_runs()
+        for runs in data.validation_runs
         for run in runs[: None if answers is None else answers * cost.world_size]
     )
     validations = ceil(cfg.trainer.max_steps / cfg.trainer.val_check_interval)

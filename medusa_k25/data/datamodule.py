@@ -74,6 +74,15 @@ def leave_signals_to_the_rank(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def mixed(runs: Sequence[Run]) -> list[Run]:
+    """Answers in an order that is mixed, but always the same: the first ones are a fair sample.
+
+    `trainer.limit_val_batches` takes the first ones too.
+    """
+    order = torch.randperm(len(runs), generator=torch.Generator().manual_seed(0)).tolist()
+    return [runs[i] for i in order]
+
+
 class MedusaData(L.LightningDataModule):
     """`window` positions are read in one go (consecutive on disk); a micro-batch takes `batch_size` windows a rank.
 
@@ -111,6 +120,11 @@ class MedusaData(L.LightningDataModule):
         if not len(self.windows):
             raise ValueError(f"cache {cache.path}: no training answer has two tokens, so there is nothing to predict")
         self.label_counts_WK = self.windows.label_counts(draftable_V)
+        calibration, heldout = (
+            mixed([run for document in self.documents[split] for run in runs_of(cache, document)])
+            for split in VALIDATION_SPLITS[:2]
+        )
+        self.validation_runs = [calibration, heldout, mixed(self.windows.runs)[: len(heldout)]]
 
     def refuse_idle_ranks(self, world_size: int) -> None:
         """ValueError when a rank would have nothing to train on, ever."""
@@ -146,21 +160,7 @@ class MedusaData(L.LightningDataModule):
 
     def val_dataloader(self) -> list[DataLoader]:
         """Calibration text, held-out text, and as many answers of training text, so that over-fitting shows."""
-        return [self._answers(runs) for runs in self.validation_runs()]
-
-    def validation_runs(self) -> list[list[Run]]:
-        runs = {split: self._mixed_runs(split) for split in VALIDATION_SPLITS}
-        runs["train"] = runs["train"][: len(runs["heldout"])]
-        return [runs[split] for split in VALIDATION_SPLITS]
-
-    def _mixed_runs(self, split: Split) -> list[Run]:
-        """The split's answers in an order that is mixed, but always the same: its first ones are a fair sample.
-
-        `trainer.limit_val_batches` takes the first ones too.
-        """
-        runs = [run for document in self.documents[split] for run in runs_of(self.cache, document)]
-        order = torch.randperm(len(runs), generator=torch.Generator().manual_seed(0)).tolist()
-        return [runs[i] for i in order]
+        return [self._answers(runs) for runs in self.validation_runs]
 
     def _answers(self, runs: Sequence[Run]) -> DataLoader:
         answers = Answers(self.cache, runs, self.num_heads)
