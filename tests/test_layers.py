@@ -17,6 +17,7 @@ LAYERS = {
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.formats", "serving.decode"],
+    "plugin": ["serving.sglang", "serving.sglang.plugin"],
     "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
     "entry points": [
         *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
