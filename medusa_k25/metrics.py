@@ -51,14 +51,22 @@ def topk_ids(logits_NV: Tensor, k: int) -> Tensor:
 
     torch.topk leaves the order of equal logits open; sorting all V would be slow.
     """
-    values_NK, ids_NK = logits_NV.topk(k, dim=1)
-    ids_NK = ids_NK.sort(dim=1).values
-    order_NK = logits_NV.gather(1, ids_NK).sort(dim=1, descending=True, stable=True).indices
-    ids_NK = ids_NK.gather(1, order_NK)
+    values_NK, ids_NK = ordered_topk(logits_NV, k)
     cut_N = (logits_NV >= values_NK[:, -1:]).sum(dim=1) != k  # the k-th logit occurs again beyond the cut (or is NaN)
     if cut_N.any():
         ids_NK[cut_N] = logits_NV[cut_N].sort(dim=1, descending=True, stable=True).indices[:, :k]
     return ids_NK
+
+
+def ordered_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and indices [..., k] of the k largest along the last dimension, of equal ones the lower index first.
+
+    Which of several equal ones at the cut is kept is open (`topk_ids` mends that, at the price of waiting for the
+    device).
+    """
+    ids = logits.topk(k, dim=-1).indices.sort(dim=-1).values
+    values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
 
 
 def top_accuracy(ranks: Tensor, counted: Tensor, ks: Sequence[int] = (1, 2, 3, 4, 5)) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,11 @@ class Tree:
         return cls(path for _, _, path in sorted(counted)[: num_nodes - 1])
 
     @property
+    def chain_part(self) -> "Tree":
+        """The best choices below the best choices: what a server can verify that takes no tree."""
+        return Tree(path for path in self.paths if not any(path))
+
+    @property
     def num_nodes(self) -> int:
         return len(self.paths) + 1
 

@@ -17,7 +17,7 @@ LAYERS = {
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.formats", "serving.decode"],
-    "plugin": ["serving.sglang", "serving.sglang.plugin"],
+    "plugin": [f"serving.sglang{name}" for name in ("", ".drafting", ".algorithm", ".compat", ".worker", ".plugin")],
     "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
     "entry points": [
         *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
@@ -34,7 +34,7 @@ ALLOWED = {
     "pytorch_lightning": set[str](),
     "deepspeed": {"strategy", "callbacks", "checkpoint"},
     "wandb": {"tracking"},
-    "sglang": set[str](),
+    "sglang": {f"serving.sglang.{name}" for name in ("algorithm", "compat", "plugin")},
     "vllm": set[str](),
 }
 

@@ -5,17 +5,43 @@ It works in SGLang's own environment (`pip install --no-deps medusa-k25`): nothi
 
 import logging
 import sys
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add MEDUSA to SGLang's speculative algorithms, and recording where MEDUSA_K25_RECORD names a folder.
+    """Add MEDUSA to SGLang's speculative algorithms.
 
     SGLang only logs what a plugin raises and serves on without it, so a failure ends the process here.
     """
     try:
-        pass
+        register_medusa()
     except Exception as error:
         logger.exception("medusa_k25 could not register with SGLang")
-        sys.exit(f"error: medusa_k25 could not register with SGLang: {error}")
+        sys.exit(
+            f"error: medusa_k25 could not register with SGLang: {error}; mend that, or uninstall medusa-k25 to start "
+            "the server without it"
+        )
+
+
+def register_medusa() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm
+
+    AutoConfig.register("medusa", MedusaConfig, exist_ok=True)
+
+    @SpeculativeAlgorithm.register("MEDUSA", supports_overlap=True, spec_class=MedusaAlgorithm)
+    def worker_class(server_args: Any) -> type:
+        from medusa_k25.serving.sglang.worker import MedusaWorker
+
+        return MedusaWorker
+
+
+class MedusaConfig(PretrainedConfig):
+    """SGLang reads the config of a draft model with transformers, which must know its type."""
+
+    model_type = "medusa"
