@@ -74,6 +74,9 @@ def settle(server_args: Any) -> None:
     a.speculative_num_steps = max(tree.depth, 1)
     a.speculative_eagle_topk = max(tree.width, 1)
     a.enable_mixed_chunk = False
+    # Passes must return states, those of captured CUDA graphs too, which n-gram lookup captures without. Here is where
+    # SGLang itself decides that: graphs are captured with what the server may be asked for.
+    a.return_hidden_states_mode, a.enable_return_hidden_states = "full", True
     if a.max_running_requests is None:
         a.max_running_requests = 48
         logger.warning(

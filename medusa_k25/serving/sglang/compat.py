@@ -15,11 +15,7 @@ try:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import GenerationBatchResult
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.model_executor.forward_batch_info import (
-        CaptureHiddenMode,
-        ForwardMode,
-        get_server_return_hidden_states_mode,
-    )
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.runtime_context import get_device, get_spec
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
     from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode, eagle_sample
@@ -59,7 +55,6 @@ __all__ = [
     "default_tree_mask_mode",
     "eagle_sample",
     "get_device",
-    "get_server_return_hidden_states_mode",
     "get_spec",
     "get_tp_group",
     "model_config_of",

@@ -32,7 +32,6 @@ from medusa_k25.serving.sglang.compat import (
     default_tree_mask_mode,
     eagle_sample,
     get_device,
-    get_server_return_hidden_states_mode,
     get_spec,
     get_tp_group,
     move_accept_tokens_to_target_kvcache,
@@ -91,15 +90,12 @@ class MedusaWorker(BaseSpecWorker):
         return self._verify(batch, on_publish) if batch.forward_mode.is_decode() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
-        mode = max(CaptureHiddenMode.LAST, batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
-        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=mode)
+        result = self.target_worker.forward_batch_generation(batch)
         new_lengths_N = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_lengths_N)
-        hidden_ND = result.logits_output.hidden_states
-        if mode.is_full():
-            ends_N = torch.tensor(batch.extend_lens).cumsum(0) - 1
-            hidden_ND = hidden_ND[ends_N.to(hidden_ND.device)]
+        last_N = torch.tensor(batch.extend_lens).cumsum(0) - 1  # all tokens of the batch have their states
+        hidden_ND = result.logits_output.hidden_states[last_N.to(self.device)]
         accept_lens_N = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
         return self._drafted(
             result, result.next_token_ids, accept_lens_N, new_lengths_N, hidden_ND, result.next_token_ids
