@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.serving.decode import Drafter
@@ -71,19 +72,21 @@ def test_every_rank_drafts_what_one_drafter_does(tree: Tree, kind: str, size: in
         assert engine_tree.fill(root_N, choices).tolist() == expected
 
 
-def choices_of_ranks(served: ServedHeads, lm_head_VD, size, hidden_ND, root_N) -> list[torch.Tensor]:
+def choices_of_ranks(
+    served: ServedHeads, lm_head_VD: Tensor, size: int, hidden_ND: Tensor, root_N: Tensor
+) -> list[Tensor]:
     """All ranks in one process: a collective first takes every rank's part, then gives every rank the whole."""
     bounds = [rank * V // size for rank in range(size + 1)]
     shards = [LmHeadShard(lm_head_VD[first:stop].clone(), first) for first, stop in pairwise(bounds)]
 
-    def run(rank: int, gathered: torch.Tensor | None, summed: torch.Tensor | None) -> tuple:
-        seen: dict[str, torch.Tensor] = {}
+    def run(rank: int, gathered: Tensor | None, summed: Tensor | None) -> tuple:
+        seen: dict[str, Tensor] = {}
 
-        def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+        def all_gather(tensor: Tensor) -> Tensor:
             seen["part"] = tensor.clone()
             return torch.stack([tensor] * size) if gathered is None else gathered
 
-        def all_reduce(tensor: torch.Tensor) -> None:
+        def all_reduce(tensor: Tensor) -> None:
             seen["rows"] = tensor.clone()
             if summed is not None:
                 tensor.copy_(summed)
@@ -104,7 +107,8 @@ def test_of_equal_logits_the_lower_id_comes_first_on_any_number_of_ranks(size: i
     served = served_heads(Tree([[0], [1], [2]]), list(range(V)), own=False)
     lm_head_VD = torch.zeros(V, D)
     lm_head_VD[[15, 2, 7]] = torch.ones(D)
-    served.heads.heads[0][0].linear.bias.data.fill_(9.0)
+    torch.nn.init.zeros_(served.heads.get_parameter("heads.0.0.linear.weight"))
+    torch.nn.init.ones_(served.heads.get_parameter("heads.0.0.linear.bias"))
     for choices in choices_of_ranks(served, lm_head_VD, size, torch.ones(1, D), torch.tensor([0])):
         assert choices[0, 0].tolist() == [2, 7, 15]
 
