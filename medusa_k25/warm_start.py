@@ -6,21 +6,20 @@ were trained for another draft vocabulary start almost from nothing, and look as
 Letters: V target vocabulary, M draft vocabulary (of the new heads), R rows (of the source's), D hidden.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises for a file that it does not take for weights
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Size, Tensor
+from torch import Tensor
 
 from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
-from medusa_k25.serving.formats import MODEL_NAMES, medusa_names, refuse_unless_whole, rename, tensors_of
+from medusa_k25.serving.formats import MODEL_NAMES, medusa_names, rename, sizes_of, tensors_of
+from medusa_k25.serving.untrusted import read_json
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -166,7 +165,7 @@ def read_ours(folder: Path) -> Source:
 
 def read_vllm(folder: Path) -> Source:
     """vLLM's layout. With `original_lm_head` its lm_head is a copy of the target's, of which nothing is needed."""
-    config = read_config(folder)
+    config = read_json(folder / "config.json")
     if config.get("model_type") != "medusa":
         raise ValueError(f"{folder / 'config.json'}: model_type is {config.get('model_type')!r}, expected 'medusa'")
     file = folder / "model.safetensors"
@@ -190,23 +189,12 @@ def read_medusa(file: Path) -> Source:
     """FasterDecoding's and TGI's files, where a draft token is its place in the target's vocabulary."""
     tensors = read_tensors(file)
     layers = {name.split(".")[1] for name in tensors if name.endswith(".linear.weight")}
-    config = read_config(file.parent) if (file.parent / "config.json").is_file() else {}
+    config = read_json(file.parent / "config.json") if (file.parent / "config.json").is_file() else {}
     origin = "heads in FasterDecoding's layout"
     if base := config.get("base_model_name_or_path"):
         origin += f" for {base}"
     promised = {"heads": config.get("medusa_num_heads"), "blocks": config.get("medusa_num_layers")}
     return source_of(file, origin, tensors, medusa_names(len(layers)), None, promised)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); fetch it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} is damaged: expected an object, got {type(config).__name__}; fetch it again")
-    return config
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -244,32 +232,20 @@ def source_of(
 
     Published configs count fewer heads than their files hold; more are a fault of the files.
     """
-    theirs = {theirs: ours for ours, theirs in names.items()}
-    try:
-        ours = {rename(name, theirs): tensor for name, tensor in tensors.items()}
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}; it must hold the tensors of Medusa heads alone") from None
-    blocks = [name.split(".") for name in ours if name.startswith("heads.")]
-    if "heads.0.0.linear.weight" not in ours or ours["heads.0.0.linear.weight"].ndim != 2:
-        raise ValueError(f"{file} lacks the first block of the first head; fetch it again")
-    K, L = (1 + max(int(parts[place]) for parts in blocks) for place in (1, 2))
-    D = ours["heads.0.0.linear.weight"].shape[1]
-    own_RD = next((tensor for name, tensor in ours.items() if name.startswith("lm_heads.")), None)
-    if own_RD is not None and token_ids_R is None:
-        token_ids_R = torch.arange(len(own_RD))
-
-    layers = [f"heads.{k}.{i}.linear" for k in range(K) for i in range(L)]
-    shapes = {f"{layer}.weight": Size((D, D)) for layer in layers}
-    if any(name.endswith(".bias") for name in ours):
-        shapes |= {f"{layer}.bias": Size((D,)) for layer in layers}
-    if own_RD is not None:
-        assert token_ids_R is not None
-        shapes |= {f"lm_heads.{k}.weight": Size((len(token_ids_R), D)) for k in range(K)}
-    refuse_unless_whole(file, tensors, {rename(name, names): shape for name, shape in shapes.items()})
-    for what, held in (("heads", K), ("blocks", L)):
+    sizes = sizes_of(file, {name: tensor.shape for name, tensor in tensors.items()}, names)
+    if sizes.own_rows is not None:
+        if token_ids_R is None:
+            token_ids_R = torch.arange(sizes.own_rows)
+        elif len(token_ids_R) != sizes.own_rows:
+            raise ValueError(
+                f"{file}: its own lm_heads have {sizes.own_rows:,} rows, token_map names {len(token_ids_R):,} tokens"
+            )
+    for what, held in (("heads", sizes.num_heads), ("blocks", sizes.num_blocks)):
         count = promised[what]
         if count is not None and count > held:
             raise ValueError(f"{file} holds {held} {what}, its config.json promises {count}; fetch it again")
         if count is not None and count < held:
             origin += f" (config.json counts {count} {what}, the file holds {held})"
-    return Source(origin, ours, K, L, D, token_ids_R)
+    theirs = {theirs: ours for ours, theirs in names.items()}
+    ours = {rename(name, theirs): tensor for name, tensor in tensors.items()}
+    return Source(origin, ours, sizes.num_heads, sizes.num_blocks, sizes.hidden_size, token_ids_R)

@@ -2,13 +2,24 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from medusa_k25.checkpoint import arguments_of, find_checkpoint, load_heads, write_heads
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
-from medusa_k25.serving.formats import MODEL_NAMES, export_heads, load_served, medusa_names, rename, tensors_of
+from medusa_k25.serving.formats import (
+    FILE,
+    MEDUSA_FILE,
+    MODEL_NAMES,
+    export_heads,
+    lm_head_fingerprint,
+    load_served,
+    medusa_names,
+    remarks,
+    rename,
+    tensors_of,
+)
 from medusa_k25.tree import Tree
 
 TREE = Tree([[0], [1], [0, 0]])
@@ -28,6 +39,7 @@ VOCABULARY = DraftVocabulary(torch.tensor([1, 4, 7, 9]), vocab_size=12)
 some_heads = st.builds(random_heads, st.integers(2, 4), st.integers(1, 3), st.booleans(), st.booleans())
 
 
+@settings(deadline=None)
 @given(some_heads, st.sampled_from([torch.float32, torch.bfloat16]))
 def test_an_export_reads_back_bit_for_bit(tmp_path_factory, heads, dtype):
     folder = tmp_path_factory.mktemp("export")
@@ -139,7 +151,7 @@ def test_a_damaged_config_says_so(tmp_path):
     text = (tmp_path / "config.json").read_text()
     for damaged, message in (
         (text[:50], "is damaged"),
-        (text.replace("medusa_choices", "x"), "lacks 'medusa_choices'"),
+        (text.replace("vocab_size", "x"), "lacks 'vocab_size'"),
     ):
         (tmp_path / "config.json").write_text(damaged)
         with pytest.raises(ValueError, match=message):
@@ -224,3 +236,179 @@ def test_other_users_can_read_what_is_written(tmp_path):
     usual.touch()
     for file in (tmp_path / "export/model.safetensors", checkpoint_at(tmp_path, 5, 1.5) / "heads.safetensors"):
         assert file.stat().st_mode == usual.stat().st_mode
+
+
+# Independent loaders, written from what the formats say and from nothing of this package.
+
+
+def medusa_logits(folder, hidden_ND):
+    """FasterDecoding's and TGI's layout: logits [K, N, V] of every head."""
+    config = json.loads((folder / "config.json").read_text())
+    assert "architectures" not in config  # with it TGI looks for another kind of speculator
+    tensors = {name: t.float() for name, t in load_file(folder / "medusa_lm_head.safetensors").items()}
+    layers, logits = config["medusa_num_layers"], []
+    for k in range(config["medusa_num_heads"]):
+        x_ND = hidden_ND
+        for i in range(layers):
+            z_ND = x_ND @ tensors.pop(f"{k}.{i}.linear.weight").T + tensors.pop(f"{k}.{i}.linear.bias")
+            x_ND = x_ND + z_ND * torch.sigmoid(z_ND)
+        logits.append(x_ND @ tensors.pop(f"{k}.{layers}.weight").T)
+    assert not tensors
+    return torch.stack(logits)
+
+
+def vllm_logits(folder, hidden_ND):
+    """vLLM's layout: logits [K, N, V], minus infinity outside the draft vocabulary."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    shared = tensors.pop("lm_head.weight") if config["original_lm_head"] else None
+    token_map, logits = tensors.pop("token_map", torch.arange(config["vocab_size"])), []
+    assert len(token_map) == config["truncated_vocab_size"]
+    for k in range(config["num_heads"]):
+        x_ND = hidden_ND
+        for i in range(config["num_hidden_layers"]):
+            z_ND = x_ND @ tensors.pop(f"blocks.{k}.layers.{i}.weight").T
+            if config["medusa_fc_bias"]:
+                z_ND = z_ND + tensors.pop(f"blocks.{k}.layers.{i}.bias")
+            x_ND = x_ND + z_ND * torch.sigmoid(z_ND)
+        logits_NV = torch.full((len(x_ND), config["vocab_size"]), -torch.inf)
+        logits_NV[:, token_map] = x_ND @ (tensors.pop(f"lm_heads.{k}.weight") if shared is None else shared).T
+        logits.append(logits_NV)
+    assert not tensors
+    return torch.stack(logits)
+
+
+ALL = DraftVocabulary(torch.arange(12), 12)
+LM_HEAD_VD = torch.randn(12, 8, generator=torch.Generator().manual_seed(5))
+LOGITS = {"vllm": vllm_logits, "medusa": medusa_logits}
+
+
+@pytest.mark.parametrize("format", LOGITS)
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, ALL], ids=["reduced", "whole"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("bias", [False, True], ids=["without bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_independent_loader_drafts_what_the_heads_draft(tmp_path, format, vocabulary, own, bias, dtype):
+    torch.manual_seed(3)
+    heads = ResidualHeads(8, 3, 2, bias, own, draft_vocab_size=len(vocabulary))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.3).copy_(parameter.to(dtype))
+    lm_head_VD = LM_HEAD_VD.to(dtype).float()
+    served = export_heads(tmp_path, heads, vocabulary, TREE, dtype, {"step": 7}, format, lm_head_VD, "toy/target")
+
+    hidden_ND = torch.randn(200, 8)
+    logits_KNM = heads.with_lm_head(
+        vocabulary.rows(lm_head_VD), lambda lm_head: heads(hidden_ND, torch.zeros(200, 3)) @ lm_head.mT
+    )
+    found_KNV = LOGITS[format](tmp_path, hidden_ND.clone())
+    torch.testing.assert_close(found_KNV[..., vocabulary.token_ids_M], logits_KNM)
+    best_KN = vocabulary.to_target(logits_KNM.argmax(-1))
+    # a token outside the draft vocabulary may tie with the first draft token, and is never better than it
+    best_value = found_KNV.gather(-1, best_KN[..., None])
+    assert (best_value >= found_KNV - 1e-5).all()
+    clear = best_KN != vocabulary.token_ids_M[0]
+    assert torch.equal(found_KNV.argmax(-1)[clear], best_KN[clear])
+
+    # what is served from this folder drafts the same, and has the tree
+    assert load_served(tmp_path).tree == TREE
+    rows_MD = served.vocabulary.rows(lm_head_VD)
+    served_KNM = served.heads.float().with_lm_head(
+        rows_MD, lambda lm_head: served.heads(hidden_ND, torch.zeros(200, 3)) @ lm_head.mT
+    )
+    assert torch.equal(served.vocabulary.to_target(served_KNM.argmax(-1))[clear], best_KN[clear])
+
+
+def test_what_a_format_changes_is_said():
+    def said(format, own, vocabulary):
+        return " / ".join(remarks(random_heads(own=own), vocabulary, format))
+
+    assert said("sglang", False, VOCABULARY) == said("sglang", True, ALL) == ""
+    assert "enable_weights_track" in said("vllm", False, VOCABULARY)
+    assert "enable_weights_track" not in said("vllm", False, ALL) + said("vllm", True, VOCABULARY)
+    assert "no draft vocabulary with own lm_heads: every head has an own lm_head over all 12" in said(
+        "vllm", True, VOCABULARY
+    )
+    assert "the 8 tokens outside the draft vocabulary repeat" in said("vllm", True, VOCABULARY)
+    assert "copies of the target's rows" in said("medusa", False, ALL)
+    assert "copies of the target's rows" not in said("medusa", True, ALL)
+    assert "FasterDecoding's own code shares one block" in said("medusa", False, ALL)
+
+
+def test_an_export_in_another_format_replaces_the_one_before(tmp_path):
+    for format, files in (("sglang", {FILE}), ("medusa", {MEDUSA_FILE}), ("vllm", {FILE})):
+        export_heads(tmp_path, random_heads(), VOCABULARY, TREE, torch.float32, {}, format, LM_HEAD_VD, "toy")
+        assert {path.name for path in tmp_path.iterdir()} == files | {"config.json"}
+        load_served(tmp_path)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_fasterdecodings_and_tgis_files_are_served_with_a_chain(tmp_path, own):
+    """As published: no tree, no vocab_size, too few heads counted; TGI's second version shares the lm_head."""
+    heads = ResidualHeads(8, 3, 1, own_lm_head=own, draft_vocab_size=12)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    save_file({rename(n, medusa_names(1)): t.clone() for n, t in tensors_of(heads).items()}, tmp_path / MEDUSA_FILE)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "toy"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served = load_served(tmp_path, vocab_size=12)
+    assert_same(served.heads, heads, torch.float32)
+    assert (served.tree, len(served.vocabulary)) == (Tree.chain(3), 12)
+    if not own:
+        with pytest.raises(ValueError, match="share the target's lm_head, so the target's vocab_size must be given"):
+            load_served(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_choices": [[0], [1], [0, 0]]}))
+    assert load_served(tmp_path, vocab_size=12).tree == TREE
+    (tmp_path / "config.json").unlink()
+    assert load_served(tmp_path, vocab_size=12).tree == Tree.chain(3)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 4}))
+    with pytest.raises(ValueError, match="holds 3, its config.json promises medusa_num_heads=4"):
+        load_served(tmp_path, vocab_size=12)
+
+
+def test_vllms_heads_of_others_are_served_with_a_chain(tmp_path):
+    """Nothing of ours in the config, the copy of lm_head under either name and over either vocabulary."""
+    export_heads(tmp_path, random_heads(), VOCABULARY, TREE, torch.float32, {}, "vllm", LM_HEAD_VD)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("medusa_choices", "medusa_k25", "torch_dtype", "architectures"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / FILE)
+    tensors["lm_heads.0.weight"] = LM_HEAD_VD
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / FILE)
+    assert load_served(tmp_path).tree == Tree.chain(3)
+
+
+def test_a_pickle_is_not_served(tmp_path):
+    torch.save({}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="is a pickle, which may run code and is not read; write it anew with"):
+        load_served(tmp_path)
+
+
+def test_the_fingerprint_of_the_target_is_found_and_nothing_else_is_taken_for_it(tmp_path):
+    provenance = {"target": {"fingerprints": {"lm_head": "abc"}}}
+    export_heads(tmp_path, random_heads(), VOCABULARY, TREE, torch.float32, provenance)
+    assert lm_head_fingerprint(load_served(tmp_path).config) == "abc"
+    for strange in ({}, {"medusa_k25": 5}, {"medusa_k25": {"target": {"fingerprints": {"lm_head": 5}}}}):
+        assert lm_head_fingerprint(strange) is None
+
+
+def test_an_impossible_export_is_refused_and_nothing_is_written(tmp_path):
+    heads = random_heads()
+    with torch.no_grad():
+        tensors_of(heads)["heads.1.0.linear.bias"][3] = 1e5
+    for dtype, format, message in (
+        (
+            torch.float16,
+            "sglang",
+            r"'blocks\.1\.layers\.0\.bias' of these heads holds NaN or infinity in torch\.float16",
+        ),
+        (torch.float64, "sglang", "export_dtype: expected bfloat16, float16 or float32"),
+        (torch.float32, "gguf", "format=gguf: expected one of sglang, vllm, medusa"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export_heads(tmp_path / "export", heads, VOCABULARY, TREE, dtype, {}, format)
+    assert not (tmp_path / "export").exists()

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from medusa_k25.serving.formats import ServedHeads, load_served
+from medusa_k25.serving.formats import ServedFolder, lm_head_fingerprint, open_served
 from medusa_k25.target import Target
 from medusa_k25.tree import Tree
 
@@ -62,7 +62,7 @@ def settle(server_args: Any) -> None:
             raise ValueError(f"MEDUSA does not support {reason}; start the server without it")
     if not a.speculative_draft_model_path:
         raise ValueError("MEDUSA needs --speculative-draft-model-path DIR, a folder that medusa_k25.export wrote")
-    served = load_served(heads_folder(a.speculative_draft_model_path))
+    served = open_served(heads_folder(a.speculative_draft_model_path), compat.vocab_size_of(a))
     compare_with_target(served, a.model_path)
     tree = tree_to_serve(served, compat.verify_backend(a), compat.uses_mla(a), a.page_size)
     if a.speculative_num_draft_tokens not in (None, tree.num_nodes):
@@ -93,7 +93,7 @@ def heads_folder(path: str) -> Path:
     return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors"]))
 
 
-def tree_to_serve(served: ServedHeads, backend: str, mla: bool, page_size: int | None) -> Tree:
+def tree_to_serve(served: ServedFolder, backend: str, mla: bool, page_size: int | None) -> Tree:
     """The exported tree, or its chain part where the attention backend takes no tree and the export allows that."""
     tree = served.tree
     if tree.width <= 1:
@@ -119,7 +119,7 @@ def tree_to_serve(served: ServedHeads, backend: str, mla: bool, page_size: int |
     )
 
 
-def compare_with_target(served: ServedHeads, model_path: str) -> None:
+def compare_with_target(served: ServedFolder, model_path: str) -> None:
     """Refuse heads of another target: other sizes, or an lm_head with other weights where the export names its own."""
     try:
         target = Target.open(model_path)
@@ -127,17 +127,15 @@ def compare_with_target(served: ServedHeads, model_path: str) -> None:
     except ValueError as error:
         logger.warning("MEDUSA: the heads' target is not compared with %s: %s", model_path, error)
         return
-    heads, vocabulary = served.heads, served.vocabulary
     for what, ours, theirs in (
-        ("hidden size", heads.hidden_size, target.hidden_size),
-        ("vocabulary size", vocabulary.vocab_size, target.vocab_size),
+        ("hidden size", served.sizes.hidden_size, target.hidden_size),
+        ("vocabulary size", served.vocab_size, target.vocab_size),
     ):
         if ours != theirs:
             raise ValueError(f"MEDUSA: the heads have {what} {ours}, {model_path} has {theirs}; serve their own target")
-    made_for = served.config.get("medusa_k25", {}).get("target", {})
-    expected = made_for.get("fingerprints", {}).get("lm_head")
+    expected = lm_head_fingerprint(served.config)
     if expected is not None and expected != fingerprint:
         raise ValueError(
-            f"MEDUSA: the heads were trained for {made_for.get('name')} ({made_for.get('revision')}), whose lm_head is "
-            f"not that of {model_path}; serve their own target, or train heads for this one"
+            f"MEDUSA: {served.file.parent} holds heads of a target whose lm_head is not that of {model_path}; "
+            "serve the target that its README.md names, or train heads for this one"
         )

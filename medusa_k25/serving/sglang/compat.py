@@ -70,5 +70,9 @@ def verify_backend(server_args: Any) -> str:
     return str(decode if server_args.speculative_attention_mode == "decode" else prefill)
 
 
+def vocab_size_of(server_args: Any) -> int:
+    return int(model_config_of(server_args).vocab_size)
+
+
 def uses_mla(server_args: Any) -> bool:
     return bool(model_config_of(server_args).attention_arch == AttentionArch.MLA)

@@ -62,7 +62,9 @@ class MedusaWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = get_device().device
         self.adaptive_controller = None
-        served = load_served(heads_folder(get_spec().speculative_draft_model_path))
+        served = load_served(
+            heads_folder(get_spec().speculative_draft_model_path), self.model_runner.model_config.vocab_size
+        )
         self.num_nodes = self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
         # the server's settings say whether the whole tree is served or, on this attention backend, its chain part
         self.tree = served.tree if served.tree.num_nodes == self.num_nodes else served.tree.chain_part
