@@ -166,6 +166,7 @@ class Target:
             # plain DeepseekV3ForCausalLM whose weights carry a prefix.
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
             config.tie_word_embeddings = self.tied
+            config.model_type = type(config).model_type  # "kimi_k2" has no rules for its experts in transformers 5.19
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path,
                 config=config,

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,6 +58,7 @@ def test_a_full_mask_shows_the_past_and_the_ancestors(tree: Tree, lengths: list[
     assert torch.equal(engine.tree_mask(len(lengths)).view(-1, n, n), tree.mask_nn.expand(len(lengths), n, n))
 
 
+@settings(deadline=None)
 @given(trees(), st.sampled_from(["shared", "draft vocabulary", "own"]), st.integers(1, 4), st.integers(0, 5))
 def test_every_rank_drafts_what_one_drafter_does(tree: Tree, kind: str, size: int, seed: int) -> None:
     token_ids = list(range(V)) if kind == "shared" else [0, 1, 2, 3, 5, 8, 13, 19]
