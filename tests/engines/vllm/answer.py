@@ -1,6 +1,6 @@
 """Answers batches of prompts in a vLLM engine of its own process and counts what it accepted.
 
-python answer.py JOB.json: {"model", "options", "batches": [{"prompts": ids, "max_tokens"}], "end_ids", "answers": FILE}.
+python answer.py JOB.json: {"model", "options", "batches": [{"prompts", "max_tokens"}], "end_ids", "answers": FILE}.
 FILE then holds, a batch, the answers' ids and vLLM's own counters: drafts, and accepted ones by their position.
 """
 

@@ -39,9 +39,7 @@ def demo() -> Demo:
     assert RUN.is_dir(), f"{RUN} is missing: run `make demo` first"
     target = smollm2()
     cache = Cache.open(RUN / "cache", target)
-    heldout = [
-        d for d in documents_of(cache, "heldout") if (d.sampling["mode"], d.dtype) == ("greedy", "float32")
-    ]
+    heldout = [d for d in documents_of(cache, "heldout") if (d.sampling["mode"], d.dtype) == ("greedy", "float32")]
     assert len(heldout) >= 20
     return Demo(target, cache, load_heads(find_checkpoint(RUN / "checkpoints", "best")), heldout)
 

@@ -70,24 +70,28 @@ def test_greedy_text_and_counters_are_the_targets_and_replays(
     served = export_heads(tmp_path, heads, vocabulary, TREE, torch.bfloat16, {}, "vllm", demo.target.lm_head)
     chain = Tree.chain(heads.num_heads)
 
-    whole = demo.heldout[:24]
-    prompts, answers = texts(demo, whole)
-    longest = max(map(len, answers))
-    long = [document for document, answer in zip(whole, answers, strict=True) if len(answer) > LIMIT + chain.depth]
-    assert len(long) >= 20
-    long_prompts, long_answers = texts(demo, long)
-    cut, full = serve(demo.target, tmp_path, [(long_prompts, LIMIT), (prompts, longest)], options)
+    long = [d for d in demo.heldout if d.length - d.prompt_length > LIMIT + chain.depth][:20]
+    assert len(long) == 20
+    prompts, answers = texts(demo, long)
+    batches = [(prompts, LIMIT)]
+    whole = [*long[:12], *(d for d in demo.heldout if d.finish_reason == "stop")][:20]
+    whole_prompts, whole_answers = texts(demo, whole)
+    if kind == "draft vocabulary":
+        batches.append((whole_prompts, max(map(len, whole_answers))))
+    cut, *rest = serve(demo.target, tmp_path, batches, options)
 
-    assert cut.answers == [answer[:LIMIT] for answer in long_answers]
+    assert cut.answers == [answer[:LIMIT] for answer in answers]
     assert (cut.drafts, cut.accepted) == counts_of_cut(ranks_of(demo, served, long), chain, LIMIT)
     assert cut.accepted[0] > 0
 
-    assert full.answers == answers
+    if not rest:
+        return
+    (full,) = rest
+    assert len(whole) == 20
+    assert full.answers == whole_answers
     replayed = replay(ranks_of(demo, served, whole), chain)
     assert full.drafts == replayed.passes
     known = [sum(n for a, n in replayed.accepted.items() if a > position) for position in range(chain.depth)]
     # what vLLM counts beyond it are drafts of an answer's last pass that go beyond the answer's end
     beyond = [counted - replay for counted, replay in zip(full.accepted, known, strict=True)]
     assert all(0 <= more <= len(whole) for more in beyond)
-
-
