@@ -1,6 +1,10 @@
-"""The folder to serve from: heads, draft vocabulary and tree under vLLM's names.
+"""The folder to serve from: heads, draft vocabulary, tree and a model card, for SGLang, vLLM or TGI.
 
-python -m medusa_k25.export [checkpoint=best] [num_nodes=9] [tree=[[0],[0,0],[1]]] [export_dir=FOLDER]
+python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa] [export_dir=FOLDER]
+                            [num_nodes=9] [tree=[[0],[0,0],[1]]]
+python -m medusa_k25.export heads=blank [num_nodes=16] [max_width=1] [tree=...] export_dir=FOLDER
+
+heads=blank: untrained heads, which need no checkpoint: serve any tree, and measure what a verify pass costs.
 """
 
 from pathlib import Path
@@ -8,42 +12,123 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from medusa_k25 import __version__
 from medusa_k25.cache import Cache
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.data.windows import documents_of
+from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
 from medusa_k25.replay import answer_ranks, best_tree
 from medusa_k25.report import read_report, update_report
-from medusa_k25.serving.formats import export_heads
+from medusa_k25.serving.blank import blank_heads, made_up_tree
+from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
+from medusa_k25.serving.formats import export_heads, remarks
+from medusa_k25.serving.untrusted import read_json
+from medusa_k25.target import Target
 from medusa_k25.tree import Tree
 
 
 @verb("target")
 def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
+    if instantiate(cfg.heads).func is blank_heads:
+        export_blank(cfg, target)
+    else:
+        export_trained(cfg, target)
+
+
+def export_trained(cfg: DictConfig, target: Target) -> None:
     run_dir, folder = Path(cfg.run_dir), Path(cfg.export_dir)
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
     checkpoint.refuse_other_target(target)
-    vocabulary, trained = checkpoint.vocabulary, checkpoint.record["config"]
+    heads, vocabulary, record = checkpoint.heads, checkpoint.vocabulary, checkpoint.record
     if cfg.tree is not None:
-        tree = Tree(cfg.tree)
-    elif checkpoint.record["tree"] and all(cfg[key] == trained[key] for key in ("num_nodes", "max_width")):
-        tree = Tree(checkpoint.record["tree"])
+        tree = given_tree(cfg.tree)
+    elif record["tree"] and all(cfg[key] == record["config"][key] for key in ("num_nodes", "max_width")):
+        tree = Tree(record["tree"])
     else:
         cache = Cache.open(Path(cfg.cache), target)
         lm_head_MD = vocabulary.rows(target.lm_head).float()
-        calibration = answer_ranks(checkpoint.heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
+        calibration = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
         tree = best_tree(calibration, cfg.num_nodes, cfg.max_width)
-    provenance = {key: checkpoint.record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
-    export_heads(folder, checkpoint.heads, vocabulary, tree, getattr(torch, cfg.export_dtype), provenance)
+    provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
+    evaluation = read_report(run_dir).get("evaluate")
+    if evaluation is not None and evaluation["checkpoint"] != str(checkpoint.path):
+        evaluation = None  # of other heads
+    rows = measured_rows(record, evaluation, tree.paths, heads.num_heads)
+    write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows)
     update_report(
         run_dir, "export", {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
     )
     if cfg.logger.wandb_project is not None:
         log_to_wandb(cfg, checkpoint, tree, provenance)
-    print(f"wrote {folder}: {checkpoint.heads.num_heads} heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
+    print(f"wrote {folder}: {heads.num_heads} heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
+
+
+def export_blank(cfg: DictConfig, target: Target) -> None:
+    folder = Path(cfg.export_dir)
+    if (folder / "config.json").exists():
+        provenance = read_json(folder / "config.json").get("medusa_k25")
+        if not isinstance(provenance, dict) or provenance.get("heads") != "blank":
+            raise ValueError(f"{folder} holds trained heads, which blank ones would replace; give export_dir=FOLDER")
+    tree = made_up_tree(cfg.num_nodes, cfg.heads.num_heads, cfg.max_width) if cfg.tree is None else given_tree(cfg.tree)
+    vocabulary = DraftVocabulary.most_frequent(torch.zeros(target.vocab_size), cfg.draft_vocab_size)
+    heads = instantiate(cfg.heads)(target.hidden_size, len(vocabulary), tree)
+    heads.init_lm_heads(vocabulary.rows(target.lm_head))
+    facts = {key: getattr(target, key) for key in ("name", "revision", "quantisation", "fingerprints")}
+    provenance = {"target": facts, "code_version": __version__, "heads": "blank"}
+    write(cfg, target, heads, vocabulary, tree, provenance, "none, these heads are untrained: use them to measure", [])
+    print(f"wrote {folder}: {heads.num_heads} untrained heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
+
+
+def given_tree(paths: Any) -> Tree:
+    """A tree from the command line."""
+    if not isinstance(paths, ListConfig) or not all(isinstance(path, ListConfig) for path in paths):
+        raise ValueError(
+            f"tree={paths}: expected rank paths such as [[0],[0,0],[1]]; to have a tree of N nodes chosen, num_nodes=N"
+        )
+    return Tree(paths)
+
+
+def write(
+    cfg: DictConfig,
+    target: Target,
+    heads: Heads,
+    vocabulary: DraftVocabulary,
+    tree: Tree,
+    provenance: dict[str, Any],
+    data: str,
+    rows: list[Measured],
+) -> None:
+    """The folder and its card."""
+    hub_name = cfg.base_model or HUB_NAMES.get(target.name) or (target.name if "/" in target.name else None)
+    folder = Path(cfg.export_dir)
+    dtype: Any = getattr(torch, cfg.export_dtype, cfg.export_dtype)
+    base_model = hub_name or str(target.path)
+    served = export_heads(folder, heads, vocabulary, tree, dtype, provenance, cfg.format, target.lm_head, base_model)
+    assert isinstance(heads, ResidualHeads)  # others were refused
+    notes = remarks(heads, vocabulary, cfg.format)
+    for note in notes:
+        print(note)
+    nested = target.model_type == "kimi_k25"
+    card = model_card(cfg.format, served, hub_name, provenance["target"], data, rows, notes, nested)
+    (folder / "README.md").write_text(card)
+
+
+def data_of(cache_dir: Path, provenance: dict[str, Any]) -> str:
+    """A sentence on the cache that the heads were trained on; its sizes where it is still there, and the same."""
+    fingerprint = provenance["cache_fingerprint"]
+    trained = f"cache {fingerprint[:16]}, {provenance['step']:,} steps"
+    if not (cache_dir / "manifest.json").is_file():
+        return trained
+    cache = Cache.open(cache_dir, check=False)
+    if cache.fingerprint != fingerprint:  # it has grown since, or is another
+        return trained
+    train = documents_of(cache, "train")
+    states = sum(document.row_stop - document.row_start for document in train)
+    return f"{len(train):,} documents with {states:,} positions, {trained}"
 
 
 def log_to_wandb(cfg: DictConfig, checkpoint: HeadsCheckpoint, tree: Tree, provenance: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import answers_of
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.replay import Acceptance, answer_ranks, replay
-from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode
+from medusa_k25.serving import decode
+from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode, verify
 from medusa_k25.target import TargetModel
 from medusa_k25.tree import Tree
 from tests.tiny import NEW_TOKENS, cache_of, greedy_answer, random_prompts
@@ -102,7 +103,7 @@ def test_proof_fails_when_decoding_differs(served):
     assert proof.decoded != replay(ranks, TREE)
 
 
-V, STEPS = 4, 3
+V, STEPS, PROMPT = 4, 3, [1, 3, 2]
 
 
 @pytest.fixture(scope="module")
@@ -133,29 +134,69 @@ def exact_distribution(model, prompt_ids, temperature, top_p):
     return kept.gather(-1, answers[..., None])[..., 0].prod(-1)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
-@pytest.mark.parametrize("tree", [Tree.chain(2), Tree([[0], [1], [0, 0], [0, 1], [1, 0]])], ids=["chain", "tree"])
-def test_sampling_is_lossless(tiny_vocabulary, tree, temperature, top_p):
-    model, prompt_ids, samples = tiny_vocabulary, [1, 3, 2], 1000
-    torch.manual_seed(1)
+SHAPES = {"chain": Tree.chain(2), "tree": Tree([[0], [1], [0, 0], [0, 1], [1, 0]])}
+
+
+def sampled_answers(model, tree, temperature, top_p, samples=700):
+    """(how often each answer of STEPS tokens came, acceptance) of speculative sampling."""
     vocabulary = DraftVocabulary(torch.arange(V), V)
     drafter = Drafter(ResidualHeads(16, 2), vocabulary, model.model.lm_head.weight, tree)
     choose = sampled(temperature, top_p, torch.Generator().manual_seed(2))
     counts = torch.zeros(V**STEPS)
     acceptance = Acceptance()
     for _ in range(samples):
-        decoded = speculative_decode(model, drafter, prompt_ids, STEPS, [], choose)
-        counts[sum(token * V ** (STEPS - 1 - i) for i, token in enumerate(decoded.answer_ids))] += 1
-        acceptance += decoded.acceptance
-    expected = exact_distribution(model, prompt_ids, temperature, top_p) * samples
-    assert counts[expected == 0].sum() == 0
-    likely = expected >= 5
-    rest = ~likely & (expected > 0)
+        result = speculative_decode(model, drafter, PROMPT, STEPS, [], choose)
+        counts[sum(token * V ** (STEPS - 1 - i) for i, token in enumerate(result.answer_ids))] += 1
+        acceptance += result.acceptance
+    return counts, acceptance
+
+
+def p_value(counts, probabilities):
+    """Of the chi-square test that `counts` were drawn from `probabilities`; 0 where something impossible came."""
+    if counts[probabilities == 0].any():
+        return 0.0
+    expected = probabilities * counts.sum()
+    likely, rest = expected >= 5, (expected > 0) & (expected < 5)  # the test wants 5 or more in every cell
     observed = torch.cat([counts[likely], counts[rest].sum()[None]]).double()
     wanted = torch.cat([expected[likely], expected[rest].sum()[None]]).double()
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    assert chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+    return chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("tree", SHAPES.values(), ids=SHAPES)
+def test_sampling_is_lossless(tiny_vocabulary, tree, temperature):
+    counts, acceptance = sampled_answers(tiny_vocabulary, tree, temperature, top_p=0.95)
+    probabilities = exact_distribution(tiny_vocabulary, PROMPT, temperature, top_p=0.95)
+    assert 0.001 < (probabilities == 0).float().mean() < 0.9  # top-p forbids some answers, and leaves many
+    assert p_value(counts, probabilities) > 1e-3
     assert acceptance.length > 1.05
+
+
+def test_the_same_draws_give_the_same_answers_with_and_without_drafts(tiny_vocabulary):
+    """One draw a token, whatever was drafted: so sampling with drafts is sampling without them, token for token."""
+    plain, _ = sampled_answers(tiny_vocabulary, Tree([]), 1.0, top_p=0.95, samples=40)
+    for tree in SHAPES.values():
+        counts, _ = sampled_answers(tiny_vocabulary, tree, 1.0, top_p=0.95, samples=40)
+        assert torch.equal(counts, plain)
+
+
+def accept_the_best_draft(tree, tokens, node, token):
+    return tree.children[node][0] if tree.children[node] else None
+
+
+def states_of_the_node_before(*arguments):
+    return verify(*arguments).roll(1, dims=0)
+
+
+@pytest.mark.parametrize("tree", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("name", "broken"), [("accepted_child", accept_the_best_draft), ("verify", states_of_the_node_before)]
+)
+def test_the_sampling_test_sees_a_broken_rule(tiny_vocabulary, monkeypatch, tree, name, broken):
+    monkeypatch.setattr(decode, name, broken)
+    counts, _ = sampled_answers(tiny_vocabulary, tree, 1.0, top_p=0.95)
+    assert p_value(counts, exact_distribution(tiny_vocabulary, PROMPT, 1.0, top_p=0.95)) < 1e-6
 
 
 def test_impossible_sampling_is_refused():

@@ -330,7 +330,7 @@ def test_what_a_format_changes_is_said():
     assert "no draft vocabulary with own lm_heads: every head has an own lm_head over all 12" in said(
         "vllm", True, VOCABULARY
     )
-    assert "the 8 tokens outside the draft vocabulary repeat" in said("vllm", True, VOCABULARY)
+    assert "The 8 tokens outside the draft vocabulary repeat" in said("vllm", True, VOCABULARY)
     assert "copies of the target's rows" in said("medusa", False, ALL)
     assert "copies of the target's rows" not in said("medusa", True, ALL)
     assert "FasterDecoding's own code shares one block" in said("medusa", False, ALL)

@@ -16,7 +16,7 @@ LAYERS = {
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
-    "serving": ["serving", "serving.untrusted", "serving.formats", "serving.decode"],
+    "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
     "plugin": [f"serving.sglang{name}" for name in ("", ".drafting", ".algorithm", ".compat", ".worker", ".plugin")],
     "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
     "entry points": [

@@ -28,7 +28,12 @@ def run_verb(cache, tiny_llama, tmp_path_factory):
     """(verb, overrides...) -> what it wrote into report.json; the run folder holds one checkpoint."""
     heads = fitted_heads(tiny_llama, cache, DRAFT_SIZE, bias=False, own_lm_head=True)
     record = {
-        "target": {"name": tiny_llama.name, "revision": "", "fingerprints": tiny_llama.fingerprints},
+        "target": {
+            "name": tiny_llama.name,
+            "revision": "",
+            "quantisation": "none",
+            "fingerprints": tiny_llama.fingerprints,
+        },
         "cache_fingerprint": cache.fingerprint,
         "code_version": "0",
         "step": 1,

@@ -97,7 +97,7 @@ def speculative_decode(
         kept, accepted, node = [0], 0, 0
         while True:
             answer.append(choose(logits_nV[node]))
-            drafted = next((child for child in drafter.tree.children[node] if tokens[child] == answer[-1]), None)
+            drafted = accepted_child(drafter.tree, tokens, node, answer[-1])
             accepted += drafted is not None
             if drafted is None or answer[-1] in end_ids or len(answer) == max_new_tokens:
                 break
@@ -110,6 +110,14 @@ def speculative_decode(
     # like replay, an answer of one token counts as none: it needed no pass
     acceptance = Acceptance(int(passes > 0), passes, len(answer) - 1, histogram)
     return Decoded(answer, acceptance)
+
+
+def accepted_child(tree: Tree, tokens: Sequence[int], node: int, token: int) -> int | None:
+    """The acceptance rule: the child of `node` that carries `token`, which the target chose there; None: no draft does.
+
+    `token` does not depend on the drafts, so neither does the distribution of the output, however it was chosen.
+    """
+    return next((child for child in tree.children[node] if tokens[child] == token), None)
 
 
 def verify(target: TargetModel, tree: Tree, tokens: Sequence[int], past: int, cache: DynamicCache) -> Tensor:

@@ -352,7 +352,7 @@ def over_whole_vocabulary(
 
 
 def remarks(heads: ResidualHeads, vocabulary: DraftVocabulary, format: str) -> list[str]:
-    """What an export in `format` does to these heads that its user may not expect, a line each."""
+    """What an export in `format` does to these heads that its user may not expect, a sentence each."""
     M, V = len(vocabulary), vocabulary.vocab_size
     lines = []
     if format == "vllm" and M < V and not heads.own_lm_head:
@@ -361,12 +361,12 @@ def remarks(heads: ResidualHeads, vocabulary: DraftVocabulary, format: str) -> l
             "'{\"enable_weights_track\": false}'"
         )
     if (format == "vllm" and M < V and heads.own_lm_head) or format == "medusa":
-        why = "vLLM loads no draft vocabulary with own lm_heads" if format == "vllm" else "this format knows no sharing"
+        why = "vLLM loads no draft vocabulary with own lm_heads" if format == "vllm" else "This format knows no sharing"
         copied = "" if heads.own_lm_head else ", copies of the target's rows"
         lines.append(f"{why}: every head has an own lm_head over all {V:,} tokens{copied}")
         if M < V:
             lines.append(
-                f"the {V - M:,} tokens outside the draft vocabulary repeat the row of its first token: they are never "
+                f"The {V - M:,} tokens outside the draft vocabulary repeat the row of its first token: they are never "
                 "better than it, so the heads draft what they drafted before"
             )
     if format == "vllm":

@@ -1,0 +1,150 @@
+"""The README.md of an export folder, as the Hugging Face hub shows it. It holds no figure that was not measured."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_k25.serving.formats import MEDUSA_FILE, ServedHeads
+
+# Where the name that a target has in a run is not the one that it has on the hub.
+HUB_NAMES = {"kimi_k25": "moonshotai/Kimi-K2.5", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of the acceptance table. `interval`: 95% over answers; None where it was not computed."""
+
+    predictor: str
+    num_nodes: int
+    length: float
+    interval: tuple[float, float] | None
+
+
+def measured_rows(
+    record: Mapping[str, Any], evaluation: Mapping[str, Any] | None, paths: Sequence[Sequence[int]], num_heads: int
+) -> list[Measured]:
+    """What is known of a checkpoint's heads in the tree `paths`, in their chain, and of n-gram lookup beside them.
+
+    evaluation: the "evaluate" section of report.json where it is about this checkpoint, else None; then the figures of
+    the checkpoint's own record count. An evaluated or recorded tree other than `paths` is left out.
+    """
+    tree = [list(path) for path in paths]
+    sizes = {"heads, tree": len(tree) + 1, "heads, chain": num_heads + 1, "n-gram lookup": len(tree) + 1}
+    if evaluation is not None:
+        return [
+            Measured(row["predictor"], row["num_nodes"], row["every"]["length"], tuple(row["interval"]))
+            for row in evaluation["rows"]
+            if row["num_nodes"] == sizes.get(row["predictor"])
+            and (row["predictor"] != "heads, tree" or row["tree"] == tree)
+        ]
+    metrics, rows = record["metrics"], []
+    for shape in ("tree", "chain"):
+        length = metrics.get(f"heldout/acceptance_{shape}")
+        if length is not None and (shape == "chain" or record["tree"] == tree):
+            rows.append(Measured(f"heads, {shape}", sizes[f"heads, {shape}"], length, None))
+    return rows
+
+
+def commands(format: str, base_model: str, served: ServedHeads, nested: bool) -> str:
+    """How to serve the folder. `nested`: the target's config has its vocab_size inside a text_config."""
+    if format == "sglang":
+        return (
+            "pip install --no-deps medusa-k25   # into SGLang's environment\n"
+            f"python -m sglang.launch_server --model-path {base_model} \\\n"
+            "    --speculative-algorithm MEDUSA --speculative-draft-model-path DIR"
+        )
+    if format == "medusa":
+        return (
+            "text-generation-launcher --model-id DIR\n"
+            "# FasterDecoding's own code reads a pickle, which is not shipped; in DIR:\n"
+            'python -c "import torch; from safetensors.torch import load_file; '
+            f"torch.save(load_file('{MEDUSA_FILE}'), 'medusa_lm_head.pt')\""
+        )
+    speculative = {"method": "medusa", "model": "DIR", "num_speculative_tokens": served.heads.num_heads}
+    lines = [f"vllm serve {base_model}", f"--speculative-config '{json.dumps(speculative)}'"]
+    if len(served.vocabulary) < served.vocabulary.vocab_size:
+        lines.append("--model-loader-extra-config '{\"enable_weights_track\": false}'")
+    if nested:
+        lines.append(f"--hf-overrides '{json.dumps({'vocab_size': served.vocabulary.vocab_size})}'")
+    return " \\\n    ".join(lines)
+
+
+def model_card(
+    format: str,
+    served: ServedHeads,
+    base_model: str | None,
+    target: Mapping[str, Any],
+    data: str,
+    rows: Sequence[Measured],
+    notes: Sequence[str],
+    nested: bool,
+) -> str:
+    """README.md. base_model: the target's name on the hub, None where it has none. data: a sentence on the training."""
+    heads, vocabulary = served.heads, served.vocabulary
+    M, V = len(vocabulary), vocabulary.vocab_size
+    front = {
+        "base_model": base_model,
+        "library_name": "medusa-k25",
+        "license": "other",
+        "license_name": "see-base-model",
+        "license_link": f"https://huggingface.co/{base_model}",
+        "tags": ["medusa", "speculative-decoding", {"sglang": "sglang", "vllm": "vllm", "medusa": "tgi"}[format]],
+    }
+    if base_model is None:
+        del front["base_model"], front["license_link"]
+    name = base_model or target["name"]
+    paths = [list(path) for path in served.tree.paths]
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in front.items()),  # JSON is YAML
+        "---",
+        f"# Medusa heads for {name}",
+        "",
+        f"{heads.num_heads} Medusa heads: each guesses one token further ahead from the target's final hidden state, "
+        "the target verifies all guesses in one pass, and its output stays its own.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| target | {name}, revision {target['revision']}, quantisation {target['quantisation']} |",
+        f"| its lm_head | sha256 of sampled rows {target['fingerprints']['lm_head']} |",
+        f"| heads | {heads.num_heads} x {heads.num_blocks} residual blocks, hidden size {heads.hidden_size:,}, "
+        f"{'own lm_heads' if heads.own_lm_head else 'the lm_head of the target'}, "
+        f"{str(next(heads.parameters()).dtype).removeprefix('torch.')} |",
+        f"| draft vocabulary | {f'{M:,} of {V:,} tokens' if M < V else f'all {V:,} tokens'} |",
+        f"| tree | {served.tree.num_nodes} nodes verified a pass, the root included: `{json.dumps(paths)}` |",
+        f"| data | {data} |",
+        "",
+        "## Acceptance",
+        "",
+    ]
+    if rows:
+        lines += [
+            "Tokens emitted a verify pass, on held-out answers of the target itself.",
+            "",
+            "| predictor | nodes verified a pass | acceptance length | 95% interval |",
+            "|---|---|---|---|",
+        ]
+        for row in rows:
+            interval = "not computed" if row.interval is None else f"{row.interval[0]:.3f} to {row.interval[1]:.3f}"
+            lines.append(f"| {row.predictor} | {row.num_nodes} | {row.length:.3f} | {interval} |")
+    else:
+        lines.append("Not measured for these heads in this tree.")
+    lines += [
+        "",
+        "## Serve",
+        "",
+        "DIR is this folder.",
+        "",
+        "```",
+        commands(format, name, served, nested),
+        "```",
+        *(f"\n{note}." for note in notes),
+        "",
+        "## Licence",
+        "",
+        f"The heads were made from hidden states and text of {name}: check its licence, and that of the prompts, "
+        "before you pass them on, and set `license` above.",
+        "",
+    ]
+    return "\n".join(lines)
