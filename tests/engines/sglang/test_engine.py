@@ -1,0 +1,53 @@
+"""The engine on the CPU, with its stand-ins, says what transformers says; so does its own speculation in trees."""
+
+import pytest
+
+LENGTHS = [24, 3, 17, 24, 1, 24]
+
+
+def ask(engine, prompts, lengths):
+    sampling = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
+    return engine.generate(input_ids=prompts, sampling_params=sampling)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny_k25", "tiny_llama"])
+def test_plain_greedy_answers_are_those_of_transformers(name, request, engine, prompts_of, greedy):
+    target = request.getfixturevalue(name)
+    prompts = prompts_of(target, len(LENGTHS))
+    expected = greedy(target, prompts, limit=max(LENGTHS), past_the_end=True)
+    with engine(target) as running:
+        answered = ask(running, prompts, LENGTHS)
+    assert [row["output_ids"] for row in answered] == [ids[:n] for ids, n in zip(expected, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "branches"), [("smollm2", 1, 10), ("smollm2", 4, 1), ("tiny_k25", 1, 10)]
+)
+def test_ngram_speculation_verifies_trees_and_changes_nothing(
+    name, page_size, branches, request, engine, prompts_of, greedy
+):
+    """Prompts that repeat themselves, so that drafts are accepted; SGLang itself refuses branches on larger pages."""
+    target = request.getfixturevalue(name)
+    prompts = [prompt * 3 for prompt in prompts_of(target, len(LENGTHS))]
+    expected = greedy(target, prompts, limit=max(LENGTHS), past_the_end=True)
+    settings = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 6,
+        "speculative_ngram_max_bfs_breadth": branches,
+        "page_size": page_size,
+    }
+    with engine(target, **settings) as running:
+        answered = ask(running, prompts, LENGTHS)
+        again = ask(running, prompts, LENGTHS)  # the answers are known now: they are drafted
+    for rows in (answered, again):
+        assert [row["output_ids"] for row in rows] == [ids[:n] for ids, n in zip(expected, LENGTHS, strict=True)]
+    passes = sum(row["meta_info"]["spec_verify_ct"] for row in again)
+    assert passes < 0.8 * sum(LENGTHS)
+
+
+def test_an_engine_that_dies_fails_the_test_and_no_more(engine, tiny_k25):
+    """tiny_k25's attention cannot run without the plugin of the stand-ins."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="died"):
+        patch.setenv("SGLANG_PLUGINS", "none")
+        with engine(tiny_k25) as running:
+            ask(running, [[5, 6, 7]], [2])
