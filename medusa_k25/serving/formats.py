@@ -425,6 +425,7 @@ def export_heads(
     config: dict[str, Any]
     if format == "medusa":  # "architectures" here would make TGI look for another kind of speculator
         config = {
+            "model_type": "medusa",  # SGLang reads no config without it
             "medusa_num_heads": heads.num_heads,
             "medusa_num_layers": heads.num_blocks,
             "base_model_name_or_path": base_model,

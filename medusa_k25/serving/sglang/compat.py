@@ -15,6 +15,7 @@ try:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import GenerationBatchResult
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.runtime_context import get_device, get_spec
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -54,6 +55,7 @@ __all__ = [
     "compute_spec_logprobs",
     "default_tree_mask_mode",
     "eagle_sample",
+    "get_alloc_reserve_per_decode",
     "get_device",
     "get_spec",
     "get_tp_group",

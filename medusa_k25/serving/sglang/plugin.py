@@ -28,6 +28,7 @@ def register() -> None:
 
 
 def register_medusa() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm
@@ -39,6 +40,22 @@ def register_medusa() -> None:
         from medusa_k25.serving.sglang.worker import MedusaWorker
 
         return MedusaWorker
+
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", room_for_two_trees, HookType.AFTER
+    )
+
+
+def room_for_two_trees(extra: int) -> int:
+    """Slots that a request's row has beyond the longest context.
+
+    A round reserves two trees, for this round and one that is not yet counted. SGLang's rows hold but one where pages
+    are single tokens: near the context's end the second would run into the next request's row.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    return max(extra, get_alloc_reserve_per_decode()) if get_spec().speculative_algorithm == "MEDUSA" else extra
 
 
 class MedusaConfig(PretrainedConfig):

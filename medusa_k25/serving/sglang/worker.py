@@ -31,6 +31,7 @@ from medusa_k25.serving.sglang.compat import (
     compute_spec_logprobs,
     default_tree_mask_mode,
     eagle_sample,
+    get_alloc_reserve_per_decode,
     get_device,
     get_spec,
     get_tp_group,
@@ -80,6 +81,8 @@ class MedusaWorker(BaseSpecWorker):
     def alloc_memory_pool(self, **_pools: Any) -> None:
         """Called when the target's pools exist, which the worker shares, and the number of requests is known."""
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
+        row = self.req_to_token_pool.req_to_token.shape[1]
+        assert row >= self.model_runner.model_config.context_len + get_alloc_reserve_per_decode()  # room_for_two_trees
         self.engine_tree = EngineTree(self.tree, self.model_runner.max_running_requests, self.device)
 
     def forward_batch_generation(

@@ -16,6 +16,11 @@ def register() -> None:
 
     AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
 
+    from medusa_k25.serving.sglang import algorithm
+
+    for backends in (*algorithm.TREE_BACKENDS.values(), algorithm.PAGED_TREE_BACKENDS):
+        backends.add("torch_native")
+
 
 def _create(runner):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
