@@ -1,0 +1,209 @@
+"""Which servers MEDUSA accepts, what it sets, and what it needs of SGLang: no engine is started."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, get_required_capture_hidden_mode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.serving.formats import open_served
+from medusa_k25.serving.sglang import compat, plugin
+from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, settle, tree_to_serve
+from medusa_k25.serving.sglang.worker import MedusaVerifyInput, lm_head_shard
+from medusa_k25.target import Target
+from medusa_k25.tree import Tree
+from tests.engines.sglang.accepting import TREE, serve_from
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vocabulary = DraftVocabulary(torch.arange(tiny_llama.vocab_size), tiny_llama.vocab_size)
+    heads = ResidualHeads(tiny_llama.hidden_size, 3)
+    return serve_from(tmp_path_factory.mktemp("heads"), tiny_llama, heads, vocabulary, TREE)
+
+
+@pytest.fixture
+def arguments(folder: Path, tiny_llama: Target) -> SimpleNamespace:
+    """As far as `settle` reads them."""
+    return SimpleNamespace(
+        model_path=str(tiny_llama.path),
+        speculative_draft_model_path=str(folder),
+        speculative_num_draft_tokens=None,
+        speculative_attention_mode="prefill",
+        attention_backend="triton",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        page_size=1,
+        pp_size=1,
+        enable_dp_attention=False,
+        enable_two_batch_overlap=False,
+        enable_watermark=False,
+        disaggregation_mode="null",
+        max_running_requests=None,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_plugin_is_found_by_its_entry_point() -> None:
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def _a_target_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "uses_mla", lambda server_args: True)
+    monkeypatch.setattr(compat, "vocab_size_of", lambda server_args: 512)
+
+
+def test_what_follows_from_the_tree_is_set(arguments: SimpleNamespace) -> None:
+    settle(arguments)
+    assert arguments.speculative_num_draft_tokens == TREE.num_nodes == 12
+    assert (arguments.speculative_num_steps, arguments.speculative_eagle_topk) == (3, 4)
+    assert (arguments.return_hidden_states_mode, arguments.enable_return_hidden_states) == ("full", True)
+    assert arguments.max_running_requests == 48
+    assert arguments.enable_mixed_chunk is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("pp_size", 2, "pp-size"),
+        ("enable_dp_attention", True, "dp-attention"),
+        ("disaggregation_mode", "prefill", "disaggregation-mode"),
+        ("enable_watermark", True, "watermark"),
+        ("enable_two_batch_overlap", True, "two-batch-overlap"),
+        ("speculative_draft_model_path", None, "draft-model-path DIR"),
+        ("speculative_num_draft_tokens", 9, "has 12 nodes"),
+        ("attention_backend", "flashinfer", "takes no tree mask with MLA; start with --attention-backend fa3 or"),
+        ("attention_backend", "trtllm_mla", "takes no tree mask with MLA"),
+        ("decode_attention_backend", "flashmla", "takes no tree mask with MLA"),
+        ("page_size", 64, "start with --page-size 1"),
+    ],
+)
+def test_a_server_that_would_serve_wrongly_is_refused(
+    arguments: SimpleNamespace, name: str, value: Any, message: str
+) -> None:
+    setattr(arguments, name, value)
+    if name == "decode_attention_backend":
+        arguments.speculative_attention_mode = "decode"
+    with pytest.raises(ValueError, match=message):
+        settle(arguments)
+
+
+def test_a_backend_without_tree_masks_serves_the_chain_where_the_export_allows_it(
+    tiny_llama: Target, tmp_path: Path
+) -> None:
+    vocabulary = DraftVocabulary(torch.arange(tiny_llama.vocab_size), tiny_llama.vocab_size)
+    serve_from(tmp_path, tiny_llama, ResidualHeads(tiny_llama.hidden_size, 3), vocabulary, TREE)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"medusa_tree_fallback": "chain",', 1))
+    served = open_served(tmp_path)
+    assert tree_to_serve(served, "trtllm_mla", mla=True, page_size=64) == Tree.chain(3)
+    assert tree_to_serve(served, "triton", mla=True, page_size=64) == Tree.chain(3)
+    assert tree_to_serve(served, "triton", mla=True, page_size=1) == TREE
+
+
+def test_heads_of_another_target_are_refused(arguments: SimpleNamespace, tiny_k25: Target) -> None:
+    arguments.model_path = str(tiny_k25.path)
+    with pytest.raises(ValueError, match=r"hidden size|whose lm_head is not that of"):
+        settle(arguments)
+
+
+def test_heads_of_a_target_with_another_lm_head_are_refused(
+    arguments: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from tests.conftest import write_tiny_llama
+
+    arguments.model_path = str(write_tiny_llama(tmp_path_factory.mktemp("other") / "llama", seed=1))
+    with pytest.raises(ValueError, match="whose lm_head is not that of"):
+        settle(arguments)
+
+
+def test_a_real_server_is_refused_by_its_own_arguments(tiny_llama: Target, folder: Path) -> None:
+    """The way that a command line takes: ServerArgs calls MEDUSA, and passes on what it raises."""
+    given = {"model_path": str(tiny_llama.path), "device": "cpu", "attention_backend": "torch_native"}
+    medusa = {"speculative_algorithm": "medusa", "speculative_draft_model_path": str(folder)}
+    with pytest.raises(ValueError, match="has 12 nodes"):
+        ServerArgs(**given, **medusa, speculative_num_draft_tokens=5).resolve_once()
+
+
+def test_an_algorithm_answers_all_that_the_built_in_ones_answer() -> None:
+    medusa = MedusaAlgorithm("MEDUSA", lambda server_args: object, supports_overlap=True)
+    assert isinstance(SpeculativeAlgorithm.from_string("medusa"), MedusaAlgorithm)
+    for name in vars(SpeculativeAlgorithm):
+        if callable(getattr(SpeculativeAlgorithm.NGRAM, name, None)) and not name.startswith("_"):
+            assert callable(getattr(medusa, name)), name
+    assert medusa.is_ngram()
+    assert not medusa.need_topk()
+    with pytest.raises(AttributeError):
+        medusa.no_such_question()
+    assert isinstance(medusa, CustomSpecAlgo)
+
+
+def test_cuda_graphs_are_captured_with_the_states_that_a_round_needs() -> None:
+    """The runner's own rules, without a GPU: it captures with the server's mode, whatever the dummy input asks for.
+
+    n-gram lookup's dummy input, which MEDUSA shares, asks for none.
+    """
+    dummy = NgramVerifyInput(custom_mask=torch.ones(1, dtype=torch.bool), draft_token_num=4)
+    dummy.capture_hidden_mode = CaptureHiddenMode.NULL
+    captured = get_required_capture_hidden_mode(CaptureHiddenMode.FULL, dummy)
+    round_input = MedusaVerifyInput(custom_mask=torch.ones(1, dtype=torch.bool), draft_token_num=4)
+    asked = get_required_capture_hidden_mode(CaptureHiddenMode.NULL, round_input)
+    assert captured == asked == CaptureHiddenMode.FULL
+    check = DecodeCudaGraphRunner._validate_capture_hidden_mode
+    check(SimpleNamespace(capture_hidden_mode=captured), SimpleNamespace(capture_hidden_mode=asked))
+    with pytest.raises(RuntimeError, match="exceeds the fixed CUDA graph"):
+        check(SimpleNamespace(capture_hidden_mode=CaptureHiddenMode.NULL), SimpleNamespace(capture_hidden_mode=asked))
+
+
+def test_a_quantised_lm_head_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.uint8), requires_grad=False)
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+    with pytest.raises(ValueError, match="no lm_head in floating point"):
+        lm_head_shard(model, 2, 4)
+
+
+def test_nothing_of_training_is_imported() -> None:
+    """In a fresh process: what a server imports when it serves MEDUSA and records."""
+    modules = [f"medusa_k25.serving.sglang.{name}" for name in ("plugin", "worker", "algorithm", "drafting")]
+    heavy = ["hydra", "omegaconf", "lightning", "deepspeed", "datasets", "wandb", "matplotlib"]
+    script = f"""
+import importlib, sys
+for name in {modules}: importlib.import_module(name)
+from medusa_k25.serving.sglang.plugin import register
+register()
+found = [name for name in {heavy} if name in sys.modules]
+print("found", found)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert "found []" in run.stdout, run.stdout + run.stderr[-2000:]
+
+
+def test_a_failure_to_register_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ImportError("no module named registry")
+
+    monkeypatch.setattr(plugin, "register_medusa", fail)
+    with pytest.raises(SystemExit, match="could not register with SGLang: no module named registry"):
+        plugin.register()
+
+
+def test_a_name_that_sglang_does_not_offer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang.srt.speculative.eagle_utils as eagle_utils
+
+    monkeypatch.delattr(eagle_utils, "eagle_sample")
+    monkeypatch.delitem(sys.modules, "medusa_k25.serving.sglang.compat")
+    with pytest.raises(ValueError, match=r"SGLang 0\.5\.\d+ does not offer what MEDUSA needs .*eagle_sample"):
+        importlib.import_module("medusa_k25.serving.sglang.compat")
