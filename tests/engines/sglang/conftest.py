@@ -1,5 +1,6 @@
 """Targets, their greedy text by transformers, and engines to compare it with."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -48,6 +49,7 @@ def prompts_of() -> Callable[[Target, int], list[list[int]]]:
 @pytest.fixture(scope="session")
 def greedy() -> Callable[..., list[list[int]]]:
     """greedy(target, prompts, limit=...): the answers of transformers in float32, end token included, kept for all."""
+    importlib.import_module("sglang.srt.utils.hf_transformers")  # teaches older transformers Kimi-K2.5
     models: dict[str, TargetModel] = {}
     answers: dict[tuple[str, tuple[int, ...], int, bool], list[int]] = {}
 

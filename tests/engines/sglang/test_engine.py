@@ -20,12 +20,11 @@ def test_plain_greedy_answers_are_those_of_transformers(name, request, engine, p
     assert [row["output_ids"] for row in answered] == [ids[:n] for ids, n in zip(expected, LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "page_size", "branches"), [("smollm2", 1, 10), ("smollm2", 4, 1), ("tiny_k25", 1, 10)]
-)
-def test_ngram_speculation_verifies_trees_and_changes_nothing(
-    name, page_size, branches, request, engine, prompts_of, greedy
-):
+CASES = [("smollm2", 1, 10), ("smollm2", 4, 1), ("tiny_k25", 1, 10)]
+
+
+@pytest.mark.parametrize(("name", "page_size", "branches"), CASES)
+def test_ngram_speculation_changes_nothing(name, page_size, branches, request, engine, prompts_of, greedy):
     """Prompts that repeat themselves, so that drafts are accepted; SGLang itself refuses branches on larger pages."""
     target = request.getfixturevalue(name)
     prompts = [prompt * 3 for prompt in prompts_of(target, len(LENGTHS))]
@@ -41,8 +40,8 @@ def test_ngram_speculation_verifies_trees_and_changes_nothing(
         again = ask(running, prompts, LENGTHS)  # the answers are known now: they are drafted
     for rows in (answered, again):
         assert [row["output_ids"] for row in rows] == [ids[:n] for ids, n in zip(expected, LENGTHS, strict=True)]
-    passes = sum(row["meta_info"]["spec_verify_ct"] for row in again)
-    assert passes < 0.8 * sum(LENGTHS)
+    passes = sum(row["meta_info"].get("spec_verify_ct", 0) for row in again)  # a single token needs none
+    assert 0 < passes < 0.8 * sum(LENGTHS)
 
 
 def test_an_engine_that_dies_fails_the_test_and_no_more(engine, tiny_k25):
