@@ -76,7 +76,8 @@ def export_blank(cfg: DictConfig, target: Target) -> None:
     tree = made_up_tree(cfg.num_nodes, cfg.heads.num_heads, cfg.max_width) if cfg.tree is None else given_tree(cfg.tree)
     vocabulary = DraftVocabulary.most_frequent(torch.zeros(target.vocab_size), cfg.draft_vocab_size)
     heads = instantiate(cfg.heads)(target.hidden_size, len(vocabulary), tree)
-    heads.init_lm_heads(vocabulary.rows(target.lm_head))
+    if heads.own_lm_head:
+        heads.init_lm_heads(vocabulary.rows(target.lm_head))
     facts = {key: getattr(target, key) for key in ("name", "revision", "quantisation", "fingerprints")}
     provenance = {"target": facts, "code_version": __version__, "heads": "blank"}
     write(cfg, target, heads, vocabulary, tree, provenance, "none, these heads are untrained: use them to measure", [])

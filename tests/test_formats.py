@@ -40,7 +40,7 @@ some_heads = st.builds(random_heads, st.integers(2, 4), st.integers(1, 3), st.bo
 
 
 @settings(deadline=None)
-@given(some_heads, st.sampled_from([torch.float32, torch.bfloat16]))
+@given(some_heads, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_an_export_reads_back_bit_for_bit(tmp_path_factory, heads, dtype):
     folder = tmp_path_factory.mktemp("export")
     export_heads(folder, heads, VOCABULARY, TREE, dtype, {"step": 7})

@@ -99,6 +99,11 @@ def raw_config(text: bytes) -> Change:
     return change
 
 
+def integer_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.long() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
 def long_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
 
@@ -145,6 +150,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "infinity": (tensor(WEIGHT, torch.full((D, D), torch.inf)), f"'{WEIGHT}' holds NaN or infinity"),
     "integers as weights": (tensor(WEIGHT, torch.zeros(D, D, dtype=torch.int64)), f"'{WEIGHT}' is torch.int64"),
     "weights of two dtypes": (tensor(WEIGHT, torch.zeros(D, D).half()), f"'{WEIGHT}' is torch.float16, expected"),
+    "all weights integers": (integer_weights, "is torch.int64, expected floating point"),
+    "no map of the draft vocabulary": (
+        header(lambda tensors: tensors.update({"lm_head.weight": tensors.pop("token_map")})),
+        "lacks 'token_map', the target tokens of its 4 draft tokens",
+    ),
     "unknown dtype": (tensor(WEIGHT, torch.zeros(D, D, dtype=torch.complex64)), f"'{WEIGHT}' is 'C64', expected one"),
     "fractional map": (tensor("token_map", torch.zeros(4)), "token_map holds torch.float32"),
     "map of another shape": (tensor("token_map", torch.zeros(2, 2, dtype=torch.long)), r"token_map of \[2, 2\]"),
@@ -186,6 +196,17 @@ def test_a_hostile_folder_is_an_error_and_soon(tmp_path: Path, fault: str) -> No
     assert time.process_time() - began < 1
     assert len(str(caught.value)) < 1000
     str(caught.value).encode()  # a log can hold it
+
+
+@pytest.mark.parametrize("name", [f"{10**12}.0.linear.weight", f"0.{10**12}.linear.weight"])
+def test_a_head_or_block_of_an_enormous_number_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """Where sizes are taken from the names: FasterDecoding's layout has no config that would tell them."""
+    file = write(tmp_path, "medusa") / "medusa_lm_head.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(D, D)}, file)
+    began = time.process_time()
+    with pytest.raises(ValueError, match="expected at most 64 of 16|has no place"):
+        load_served(tmp_path)
+    assert time.process_time() - began < 1
 
 
 def test_faults_of_size_are_found_in_little_memory_and_without_training_packages(tmp_path: Path) -> None:
@@ -261,7 +282,7 @@ def mutate(value: Any, data: st.DataObject) -> Any:
     return data.draw(junk)
 
 
-@settings(max_examples=400, deadline=2000, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_whatever_is_changed_it_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -292,10 +313,13 @@ def test_whatever_is_changed_it_is_read_or_refused(
                 os.truncate(file, data.draw(st.integers(1, file.stat().st_size)))
             case "longer":
                 file.write_bytes(file.read_bytes() + b"\0" * data.draw(st.integers(1, 9)))
+    began = time.process_time()
     try:
         served = load_served(folder)
     except ValueError as error:
         str(error).encode()
         return
+    finally:
+        assert time.process_time() - began < 1
     assert all(parameter.isfinite().all() for parameter in served.heads.parameters())
     served.tree.refuse_unless_fits(served.heads.num_heads, len(served.vocabulary))
