@@ -39,9 +39,9 @@ class Rows:
     copied: Any = None  # an event, or None: nothing to wait for
 
     def copy(self, hidden_MD: Tensor) -> None:
-        """Start to copy rows, in the order of the requests, to the host."""
+        """Start to copy rows, selected in the order of the requests, to the host."""
         if hidden_MD.device.type == "cpu":
-            self.hidden_MD = hidden_MD.clone()
+            self.hidden_MD = hidden_MD  # selecting has copied them
             return
         self.hidden_MD = torch.empty(hidden_MD.shape, dtype=hidden_MD.dtype, pin_memory=True)
         self.hidden_MD.copy_(hidden_MD, non_blocking=True)
