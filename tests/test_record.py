@@ -339,6 +339,10 @@ def test_any_order_of_passes_gives_every_state_once(tiny_llama: Target, seed: in
         assert storage == "all" or positions_M[0] == P - 1
         assert hidden_MD.tolist() == [state_of(req, p, ids[p]) for p in positions_M.tolist()]
     assert not stored
+    marked = sum(req.sampling_params.custom_params is not None for req in reqs)
+    reqs.clear()
+    del req  # what is gone was counted already
+    assert recorder.stored + sum(recorder.dropped.values()) == marked
     shutil.rmtree(path)
 
 

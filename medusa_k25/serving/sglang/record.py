@@ -39,7 +39,6 @@ SPECULATION = (None, "NGRAM", "MEDUSA")  # whose accepted rows are known here
 SHARD_TOKENS = 32768
 EXIT_S = 30.0  # that a server's end may take
 
-
 _recording: Recording | None = None  # of this process; None: not a scheduler, or not yet
 
 
@@ -58,7 +57,8 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         (f"{scheduler}.process_batch_result", _process, HookType.AROUND),
         (f"{scheduler}.get_internal_state", _report, HookType.AFTER),
         ("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", _forward, HookType.AROUND),
-        ("sglang.srt.speculative.ngram_worker.eagle_sample", accepted, HookType.AFTER),
+        ("sglang.srt.speculative.ngram_worker.eagle_sample", _accept, HookType.AFTER),
+        ("medusa_k25.serving.sglang.worker.eagle_sample", _accept, HookType.AFTER),
         # Graphs are captured with what the server may be asked for; a pass that asks for more runs without them.
         (f"{runner}.base_runner.get_server_return_hidden_states_mode", _full, HookType.AFTER),
         (f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info", _full_verify, HookType.AFTER),
@@ -168,7 +168,7 @@ def _forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, 
     return result
 
 
-def accepted(result: Any, verify_input: Any, batch: Any, output: Any, *args: Any, **kwargs: Any) -> None:
+def _accept(result: Any, verify_input: Any, batch: Any, output: Any, *args: Any, **kwargs: Any) -> None:
     """After the `eagle_sample` of a speculative worker, whose third result are the accepted rows."""
     if _recording is not None and not _recording.failed:
         with _recording.guard():
