@@ -1,4 +1,7 @@
-"""The target's hidden states over its own answers: python -m medusa_k25.capture [conversations=FILE] [cache=FOLDER]"""
+"""The target's hidden states over its own answers: python -m medusa_k25.capture [conversations=FILE] [cache=FOLDER]
+
+With server=URL a recording SGLang server computes and writes them; storage and dtypes are then its own.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,6 +9,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from medusa_k25.cache.record_client import Replay
 from medusa_k25.config import verb
 from medusa_k25.report import update_report
 from medusa_k25.target import Target
@@ -17,7 +21,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def capture(cfg: DictConfig, target: Target) -> None:
-    report = instantiate(cfg.capture).run(target, Path(cfg.conversations), Path(cfg.cache))
+    capturing = instantiate(cfg.capture) if cfg.server is None else Replay(cfg.server)
+    report = capturing.run(target, Path(cfg.conversations), Path(cfg.cache))
     update_report(Path(cfg.run_dir), "capture", {"cache": cfg.cache, **asdict(report)})
 
 

@@ -67,7 +67,7 @@ def test_states_are_those_of_a_plain_forward(
     assert (report.stored, report.failed, report.short, report.states) == (5, 1, 0, cache.num_states)
     out = capsys.readouterr().out
     assert "5 stored + 0 stored before + 1 failed + 0 with an answer of one token = 6 conversations" in out
-    assert report.check.agreement == 1.0
+    assert report.check is not None and report.check.agreement == 1.0
     assert "the states predict the next token 100.0% of the time" in out
 
 
@@ -118,7 +118,7 @@ def test_more_conversations_are_appended(llama: tuple[Target, Path], tmp_path: P
     target, conversations = llama
     Capture().run(target, conversations, tmp_path / "cache")
     more = Prompt("more", None, [{"role": "user", "content": "And then?"}])
-    Generator(max_new_tokens=24).run(target, [*PROMPTS, more], conversations)
+    Generator(max_new_tokens=24, dtype="float32").run(target, [*PROMPTS, more], conversations)
     report = Capture().run(target, conversations, tmp_path / "cache")
     assert (report.stored, report.skipped) == (1, 5)
     assert [document.id for document in Cache.open(tmp_path / "cache").documents][-1] == "more"

@@ -12,12 +12,18 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "package": ["", "data.splits"],  # data.splits: one hash, which generation asks too
     "target": ["target", "target_builders", "conversations"],
-    "cache": ["cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"],
+    "cache": [
+        *("cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"),
+        "cache.record_client",
+    ],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
-    "plugin": [f"serving.sglang{name}" for name in ("", ".drafting", ".algorithm", ".compat", ".worker", ".plugin")],
+    "plugin": [
+        *(f"serving.sglang{name}" for name in ("", ".drafting", ".algorithm", ".compat", ".worker", ".plugin")),
+        *(f"serving.sglang.{name}" for name in ("recorder", "recording", "record")),
+    ],
     "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
     "entry points": [
         *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
@@ -34,7 +40,7 @@ ALLOWED = {
     "pytorch_lightning": set[str](),
     "deepspeed": {"strategy", "callbacks", "checkpoint"},
     "wandb": {"tracking"},
-    "sglang": {f"serving.sglang.{name}" for name in ("algorithm", "compat", "plugin")},
+    "sglang": {f"serving.sglang.{name}" for name in ("algorithm", "compat", "plugin", "record")},
     "vllm": set[str](),
 }
 

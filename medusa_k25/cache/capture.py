@@ -36,14 +36,21 @@ class CaptureReport:
     states: int
     tokens: int
     seconds: float
-    check: SelfCheck  # of the whole cache
+    check: SelfCheck | None  # of the whole cache; None: it lies on another machine
+    refused: int = 0  # by the server that was to record them
 
     def __str__(self) -> str:
-        total = self.stored + self.skipped + self.failed + self.short
-        return (
+        total = self.stored + self.skipped + self.failed + self.short + self.refused
+        refused = f" + {self.refused} refused by the server" if self.refused else ""
+        counts = (
             f"{self.stored} stored + {self.skipped} stored before + {self.failed} failed + {self.short} with an answer "
-            f"of one token = {total} conversations; {self.states:,} states of {self.tokens:,} tokens in "
-            f"{self.seconds:.0f} s\n"
+            f"of one token{refused} = {total} conversations; {self.states:,} states of {self.tokens:,} tokens in "
+            f"{self.seconds:.0f} s"
+        )
+        if self.check is None:
+            return counts
+        return (
+            f"{counts}\n"
             f"self-check at {self.check.positions} positions: the states predict the next token "
             f"{self.check.agreement:.1%} of the time (the current one {self.check.agreement_with_current:.1%}, the one "
             f"after the next {self.check.agreement_with_second:.1%}; with one norm less "
@@ -81,29 +88,19 @@ class Capture:
         Raises ValueError when token ids are not the target's, when the disk is too small or when the check fails.
         """
         started = time.perf_counter()
-        rows = read_conversations(conversations)
-        answered = [row for row in rows if "error" not in row]
-        usable = [row for row in answered if len(row["answer_ids"]) >= 2]
-        if not usable:
-            raise ValueError(
-                f"{conversations} holds no answer of two tokens or more ({len(rows)} rows, {len(rows) - len(answered)} "
-                "of them failed prompts); generate more conversations"
-            )
-        for row in usable:
-            _require_ids_of(target, row, conversations)
+        usable, failed, short = read_answers(conversations, target)
         device = default_device()
         dtype = choose_dtype(self.compute_dtype, device)
         engine = f"transformers {transformers.__version__}, {dtype_name(dtype)}"
-        states = 0
         with CacheWriter.open(cache, target, self.storage_dtype, engine, shard_tokens=self.shard_tokens) as writer:
             todo = [row for row in usable if row["id"] not in writer.ids]
             if todo:
-                self._require_space(target, todo, cache)
+                require_space(cache, target.hidden_size, self.storage_dtype, todo, self.storage)
                 model = target.load_model(dtype, device)
-                bar = tqdm(total=sum(map(_length, todo)), desc="capture", unit=" tok", unit_scale=True, smoothing=0)
+                bar = tqdm(total=sum(map(row_length, todo)), desc="capture", unit=" tok", unit_scale=True, smoothing=0)
                 for batch in self._batches(todo):
                     for row, hidden_MD, positions_M in self._states(model, batch):
-                        P, T = len(row["prompt_ids"]), _length(row)
+                        P, T = len(row["prompt_ids"]), row_length(row)
                         writer.add(
                             id=row["id"],
                             group=row["group"],
@@ -117,46 +114,27 @@ class Capture:
                             dtype=row["dtype"],
                             label=row["label"],
                         )
-                        states += len(positions_M)
-                    bar.update(sum(map(_length, batch)))
+                    bar.update(sum(map(row_length, batch)))
                 bar.close()
         report = CaptureReport(
             stored=len(todo),
             skipped=len(usable) - len(todo),
-            failed=len(rows) - len(answered),
-            short=len(answered) - len(usable),
-            states=states,
-            tokens=sum(map(_length, todo)),
+            failed=failed,
+            short=short,
+            states=sum(row_length(row) - 1 - first_state(row, self.storage) for row in todo),
+            tokens=sum(map(row_length, todo)),
             seconds=time.perf_counter() - started,
             check=self_check(Cache.open(cache, target, check=False), target),
         )
         print(f"{report}\n-> {cache}")
         return report
 
-    def _first_state(self, row: Row) -> int:
-        return 0 if self.storage == "all" else len(row["prompt_ids"]) - 1
-
-    def _require_space(self, target: Target, rows: Sequence[Row], cache: Path) -> None:
-        states = sum(_length(row) - 1 - self._first_state(row) for row in rows)
-        state_bytes = target.hidden_size * STORAGE_DTYPES[self.storage_dtype].itemsize + 12  # position and scale
-        needed = states * state_bytes + 5 * sum(map(_length, rows))  # id and loss mask
-        free = shutil.disk_usage(cache).free
-        print(
-            f"{len(rows):,} conversations, {states:,} states x {state_bytes:,} bytes: {needed / 1e9:,.3f} GB, "
-            f"{free / 1e9:,.1f} GB are free"
-        )
-        if needed > free:
-            raise ValueError(
-                f"{cache} needs {needed / 1e9:,.3f} GB for {states:,} states of {state_bytes:,} bytes, its disk has "
-                f"{free / 1e9:,.3f} GB free; make room, store fewer conversations, or take a smaller storage_dtype"
-            )
-
     def _batches(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Conversations of similar length together, at most `batch_tokens` with padding but at least one; the longest
         first, so that memory runs out at the start or never."""
         batch: list[Row] = []
-        for row in sorted(rows, key=_length, reverse=True):
-            if batch and (len(batch) + 1) * _length(batch[0]) > self.batch_tokens:
+        for row in sorted(rows, key=row_length, reverse=True):
+            if batch and (len(batch) + 1) * row_length(batch[0]) > self.batch_tokens:
                 yield batch
                 batch = []
             batch.append(row)
@@ -168,11 +146,50 @@ class Capture:
         inputs = [torch.tensor((row["prompt_ids"] + row["answer_ids"])[:-1]) for row in batch]
         hidden_BTD = model.hidden(pad_sequence(inputs, batch_first=True).to(model.device))
         for row, input_ids_T, hidden_TD in zip(batch, inputs, hidden_BTD, strict=True):
-            positions_M = torch.arange(self._first_state(row), len(input_ids_T))
+            positions_M = torch.arange(first_state(row, self.storage), len(input_ids_T))
             yield row, hidden_TD[positions_M[0] : len(input_ids_T)], positions_M
 
 
-def _length(row: Row) -> int:
+def read_answers(conversations: Path, target: Target) -> tuple[list[Row], int, int]:
+    """(rows that can be captured, number of failed prompts, number of answers of fewer than two tokens).
+
+    ValueError when there is none to capture, or when token ids are not the target's.
+    """
+    rows = read_conversations(conversations)
+    answered = [row for row in rows if "error" not in row]
+    usable = [row for row in answered if len(row["answer_ids"]) >= 2]
+    if not usable:
+        raise ValueError(
+            f"{conversations} holds no answer of two tokens or more ({len(rows)} rows, {len(rows) - len(answered)} "
+            "of them failed prompts); generate more conversations"
+        )
+    for row in usable:
+        _require_ids_of(target, row, conversations)
+    return usable, len(rows) - len(answered), len(answered) - len(usable)
+
+
+def first_state(row: Row, storage: str) -> int:
+    return 0 if storage == "all" else len(row["prompt_ids"]) - 1
+
+
+def require_space(cache: Path, hidden_size: int, storage_dtype: str, rows: Sequence[Row], storage: str) -> None:
+    """Print what the states of `rows` take; ValueError if the disk of `cache` has less."""
+    states = sum(row_length(row) - 1 - first_state(row, storage) for row in rows)
+    state_bytes = hidden_size * STORAGE_DTYPES[storage_dtype].itemsize + 12  # position and scale
+    needed = states * state_bytes + 5 * sum(map(row_length, rows))  # id and loss mask
+    free = shutil.disk_usage(cache).free
+    print(
+        f"{len(rows):,} conversations, {states:,} states x {state_bytes:,} bytes: {needed / 1e9:,.3f} GB, "
+        f"{free / 1e9:,.1f} GB are free"
+    )
+    if needed > free:
+        raise ValueError(
+            f"{cache} needs {needed / 1e9:,.3f} GB for {states:,} states of {state_bytes:,} bytes, its disk has "
+            f"{free / 1e9:,.3f} GB free; make room, store fewer conversations, or take a smaller storage_dtype"
+        )
+
+
+def row_length(row: Row) -> int:
     return len(row["prompt_ids"]) + len(row["answer_ids"])
 
 

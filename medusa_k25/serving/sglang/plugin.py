@@ -4,6 +4,7 @@ It works in SGLang's own environment (`pip install --no-deps medusa-k25`): nothi
 """
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -13,12 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add MEDUSA to SGLang's speculative algorithms.
+    """Add MEDUSA to SGLang's speculative algorithms, and recording where MEDUSA_K25_RECORD names a folder.
 
     SGLang only logs what a plugin raises and serves on without it, so a failure ends the process here.
     """
     try:
         register_medusa()
+        if "MEDUSA_K25_RECORD" in os.environ:
+            from medusa_k25.serving.sglang import record
+
+            record.install()
     except Exception as error:
         logger.exception("medusa_k25 could not register with SGLang")
         sys.exit(
