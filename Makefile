@@ -16,7 +16,7 @@ SGLANG_STAMP := .venv-sglang/.installed-$(shell cat $(SGLANG_PINS) 2>/dev/null |
 VLLM_STAMP := .venv-vllm/.installed-$(shell sha256sum < $(VLLM_PINS) | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo heads test test-engines test-engines-sglang test-engines-vllm check bench clean
+.PHONY: help demo heads test test-engines test-engines-sglang test-engines-vllm check bench bench-engines clean
 
 help:
 	@echo "make demo    train heads for SmolLM2 on this CPU, evaluate, export and decode with them"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-engines   tests in SGLang and vLLM, each in its own environment, with the demo's heads"
 	@echo "make check   ruff and mypy"
 	@echo "make bench   time the loss, a training step, and the cache reader; count bytes on the wire"
+	@echo "make bench-engines   time drafting and a round of MEDUSA in SGLang, beside its own n-gram lookup"
 	@echo "make clean   remove the environments and caches; runs/ stays"
 
 demo: heads
@@ -47,8 +48,10 @@ test-engines:
 	$(MAKE) test-engines-vllm
 
 # The project is installed as users do it, but for the build tool, which is there already.
+INSTALL_IN_SGLANG := .venv-sglang/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e . -e tests/engines/sglang/stand_ins
+
 test-engines-sglang: $(HEADS) $(SGLANG_STAMP)
-	.venv-sglang/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e . -e tests/engines/sglang/stand_ins
+	$(INSTALL_IN_SGLANG)
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
 
 test-engines-vllm: $(HEADS) $(VLLM_STAMP)
@@ -64,6 +67,10 @@ bench: $(STAMP)
 	$(RUN) -m bench.loss
 	$(RUN) -m bench.training
 	$(RUN) -m bench.cache_reader
+
+bench-engines: $(HEADS) $(SGLANG_STAMP)
+	$(INSTALL_IN_SGLANG)
+	.venv-sglang/bin/python -m bench.serving
 
 clean:
 	rm -rf $(VENV) .venv-sglang .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

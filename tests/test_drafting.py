@@ -93,7 +93,7 @@ def choices_of_ranks(
                 tensor.copy_(summed)
 
         ranks = Ranks(rank, size, all_gather, all_reduce)
-        heads = EngineHeads(copy.deepcopy(served), shards[rank], ranks, torch.float32, "cpu")
+        heads = EngineHeads(copy.deepcopy(served), served.tree.width, shards[rank], ranks, torch.float32, "cpu")
         return heads.choices(hidden_ND, root_N), seen
 
     rows = [seen["rows"] for _, seen in (run(rank, None, None) for rank in range(size)) if "rows" in seen]
@@ -116,7 +116,7 @@ def test_of_equal_logits_the_lower_id_comes_first_on_any_number_of_ranks(size: i
 
 def test_a_tree_of_the_root_alone_drafts_nothing() -> None:
     served = served_heads(Tree([]), list(range(V)), own=False)
-    heads = EngineHeads(served, LmHeadShard(torch.randn(V, D), 0), ALONE, torch.float32, "cpu")
+    heads = EngineHeads(served, served.tree.width, LmHeadShard(torch.randn(V, D), 0), ALONE, torch.float32, "cpu")
     choices = heads.choices(torch.randn(2, D), torch.tensor([3, 4]))
     assert EngineTree(served.tree, 2, "cpu").fill(torch.tensor([3, 4]), choices).tolist() == [[3], [4]]
 
@@ -124,13 +124,13 @@ def test_a_tree_of_the_root_alone_drafts_nothing() -> None:
 def test_shared_rows_are_not_copied() -> None:
     served = served_heads(Tree([[0]]), list(range(V)), own=False)
     lm_head_VD = torch.randn(V, D)
-    heads = EngineHeads(served, LmHeadShard(lm_head_VD, 0), ALONE, torch.float32, "cpu")
+    heads = EngineHeads(served, served.tree.width, LmHeadShard(lm_head_VD, 0), ALONE, torch.float32, "cpu")
     assert heads.lm_head.data_ptr() == lm_head_VD.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_heads_take_the_engines_dtype(dtype: torch.dtype) -> None:
     served = served_heads(Tree([[0], [1]]), [1, 2, 3, 4], own=True)
-    heads = EngineHeads(served, LmHeadShard(torch.randn(V, D), 0), ALONE, dtype, "cpu")
+    heads = EngineHeads(served, served.tree.width, LmHeadShard(torch.randn(V, D), 0), ALONE, dtype, "cpu")
     assert {parameter.dtype for parameter in heads.heads.parameters()} == {heads.lm_head.dtype} == {dtype}
     assert heads.choices(torch.randn(1, D), torch.tensor([0])).shape == (1, K, 2)

@@ -31,7 +31,7 @@ class EngineTree:
         for children in tree.children:
             for node, following in pairwise(children):
                 sibling_n[node] = following
-        self.num_nodes, self.width = n, tree.width
+        self.num_nodes = n
         self.depths_n = tree.depths_n.to(device)
         self.mask_nn = tree.mask_nn.to(device)
         self.head_of_node = torch.tensor([len(path) - 1 for path in tree.paths], dtype=torch.long, device=device)
@@ -93,10 +93,16 @@ class EngineHeads:
     """
 
     def __init__(
-        self, served: ServedHeads, shard: LmHeadShard, ranks: Ranks, dtype: torch.dtype, device: torch.device | str
+        self,
+        served: ServedHeads,
+        width: int,
+        shard: LmHeadShard,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ):
-        self.ranks = ranks
-        self.width = served.tree.width
+        """`width`: choices that the tree takes of a head."""
+        self.ranks, self.width = ranks, width
         token_ids_M = served.vocabulary.token_ids_M
         M, W = len(token_ids_M), ranks.size
         own = slice(ranks.rank * M // W, (ranks.rank + 1) * M // W)
@@ -126,7 +132,7 @@ class EngineHeads:
 
     @torch.no_grad()
     def choices(self, hidden_ND: Tensor, root_N: Tensor) -> Tensor:
-        """The C best tokens of every head, best first, int64 [N, K, C], C the tree's width.
+        """The C best tokens of every head, best first, int64 [N, K, C].
 
         hidden_ND: the state at the last accepted token; root_N: the token that the target chose after it.
         """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_k25.serving.formats import load_served
+from medusa_k25.serving.formats import open_served
 from medusa_k25.serving.sglang.algorithm import heads_folder
 from medusa_k25.serving.sglang.compat import (
     BaseSpecWorker,
@@ -63,15 +63,16 @@ class MedusaWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = get_device().device
         self.adaptive_controller = None
-        served = load_served(
+        opened = open_served(
             heads_folder(get_spec().speculative_draft_model_path), self.model_runner.model_config.vocab_size
         )
+        shard = lm_head_shard(self.model_runner.model, opened.sizes.hidden_size, opened.vocab_size)
         self.num_nodes = self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
         # the server's settings say whether the whole tree is served or, on this attention backend, its chain part
-        self.tree = served.tree if served.tree.num_nodes == self.num_nodes else served.tree.chain_part
+        self.tree = opened.tree if opened.tree.num_nodes == self.num_nodes else opened.tree.chain_part
         assert self.tree.num_nodes == self.num_nodes
-        shard = lm_head_shard(self.model_runner.model, served.heads.hidden_size, served.vocabulary.vocab_size)
-        self.heads = EngineHeads(served, shard, tensor_parallel_ranks(), self.model_runner.dtype, self.device)
+        ranks = tensor_parallel_ranks()
+        self.heads = EngineHeads(opened.load(), self.tree.width, shard, ranks, self.model_runner.dtype, self.device)
 
     @property
     def draft_worker(self) -> None:

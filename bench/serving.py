@@ -1,0 +1,161 @@
+"""What speculation costs a server besides the target's passes: MEDUSA and SGLang's own n-gram lookup, side by side.
+
+make bench-engines. Real engines on the CPU, float32, SmolLM2 and the demo's heads, the same prompts and the same number
+of nodes a pass. Timed in CPU seconds of the scheduler's thread, so that what else runs on the machine matters less.
+Then the same question for Kimi-K2.5 on eight GPUs, by arithmetic.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "runs" / "smol_4heads"
+SPENT = "MEDUSA_K25_BENCH_SPENT"  # where a scheduler writes what it has measured
+TIMED = {
+    "target": "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+    "round": "medusa_k25.serving.sglang.worker.MedusaWorker.forward_batch_generation",
+    "n-gram round": "sglang.srt.speculative.ngram_worker.NGRAMWorker.forward_batch_generation",
+    "heads": "medusa_k25.serving.sglang.drafting.EngineHeads.choices",
+    "tree": "medusa_k25.serving.sglang.drafting.EngineTree.fill",
+}
+PROMPTS, TOKENS = 16, 48
+
+
+def register() -> None:
+    """A plugin of SGLang, for the time of the bench: time the functions of TIMED in decode rounds."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    spent: dict[str, float] = defaultdict(float)
+    decoding = False
+
+    def timer(name: str) -> Callable[..., Any]:
+        def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal decoding
+            outermost = name.endswith("round")
+            if outermost:
+                decoding = args[1].forward_mode.is_decode()
+            started = time.thread_time()
+            result = original(*args, **kwargs)
+            if decoding:
+                spent[name] += time.thread_time() - started
+                if outermost:
+                    spent["rounds"] += 1
+                    Path(os.environ[SPENT]).write_text(json.dumps(spent))
+            return result
+
+        return timed
+
+    for name, function in TIMED.items():
+        HookRegistry.register(function, timer(name), HookType.AROUND)
+
+
+def measure(batch: int, **arguments: Any) -> tuple[dict[str, float], float]:
+    """(CPU seconds by name of TIMED and "rounds", tokens a pass) of one engine with `batch` requests at a time."""
+    import sglang
+
+    from medusa_k25.cache import Cache
+    from medusa_k25.data.windows import documents_of
+    from medusa_k25.target_builders import smollm2
+
+    target = smollm2()
+    cache = Cache.open(RUN / "cache", target)
+    documents = documents_of(cache, "heldout")[:PROMPTS]
+    prompts = [cache.token_ids(d).tolist()[: d.prompt_length] for d in documents]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        os.environ[SPENT] = file.name
+        engine = sglang.Engine(
+            model_path=str(target.path),
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+            max_total_tokens=4096,
+            max_running_requests=batch,
+            log_level="error",
+            **arguments,
+        )
+        try:
+            rows = engine.generate(
+                input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+            )
+        finally:
+            engine.shutdown()
+        spent = json.loads(Path(file.name).read_text() or "{}")
+    passes = sum(row["meta_info"].get("spec_verify_ct", len(row["output_ids"]) - 1) for row in rows)
+    return spent, sum(len(row["output_ids"]) - 1 for row in rows) / passes
+
+
+def main() -> None:
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    config = json.loads((RUN / "export" / "config.json").read_text())
+    nodes = len(config["medusa_choices"]) + 1
+    medusa = {"speculative_algorithm": "MEDUSA", "speculative_draft_model_path": str(RUN / "export")}
+    ngram = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": nodes,
+        "speculative_ngram_max_bfs_breadth": 4,
+    }
+    with tempfile.TemporaryDirectory() as folder, as_plugin(Path(folder)):
+        print(f"{PROMPTS} prompts, {TOKENS} tokens each; CPU seconds a round of {nodes} nodes a request")
+        print("requests  algorithm  tokens a pass  verify pass  drafting  of a pass  all else")
+        for batch in (1, 4):
+            for name, arguments in (("MEDUSA", medusa), ("NGRAM", ngram)):
+                spent, tokens = measure(batch, **arguments)
+                drafting = spent.get("heads", 0.0) + spent.get("tree", 0.0)
+                total = spent["round"] if name == "MEDUSA" else spent["n-gram round"]
+                a_round = 1000 / spent["rounds"]
+                print(
+                    f"{batch:8}  {name:9}  {tokens:13.3f}  {spent['target'] * a_round:8.2f} ms  "
+                    + (f"{drafting * a_round:5.2f} ms  {drafting / spent['target']:9.1%}" if drafting else " " * 19)
+                    + f"  {(total - spent['target'] - drafting) * a_round:5.2f} ms",
+                    flush=True,
+                )
+    kimi_k25()
+
+
+def kimi_k25() -> None:
+    """Drafting on the users' machine, by bytes: every rank reads all blocks, and its share of lm_head."""
+    D, V, K, ranks = 7168, 163840, 4, 8
+    memory, reached, collective_ms, pass_ms = 1.792e12, 0.6, 0.05, 30.0  # RTX PRO 6000 over PCIe
+    blocks, lm_head = 2 * K * D * (D + 1), 2 * D * V // ranks
+    read_ms = 1000 * (blocks + lm_head) / (memory * reached)
+    drafting_ms = read_ms + collective_ms
+    print(
+        f"Kimi-K2.5, {K} heads on {ranks} GPUs of {memory / 1e12:.3f} TB/s at {reached:.0%}: {blocks / 1e6:.0f} MB of "
+        f"blocks and {lm_head / 1e6:.0f} MB of lm_head a rank in {read_ms:.2f} ms, one gather {collective_ms:.2f} ms: "
+        f"{drafting_ms / pass_ms:.1%} of a verify pass of {pass_ms:.0f} ms"
+    )
+
+
+class as_plugin:
+    """SGLang finds plugins by installed distributions: this is one, for a while."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        info = self.folder / "medusa_k25_bench-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: medusa-k25-bench\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmedusa_k25_bench = bench.serving:register\n")
+        sys.path.append(str(self.folder))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [os.environ.get("PYTHONPATH"), str(self.folder), str(ROOT)])
+        )
+
+    def __exit__(self, *error: object) -> None:
+        sys.path.remove(str(self.folder))
+
+
+if __name__ == "__main__":
+    main()
