@@ -1,5 +1,6 @@
 """Recording in the real engine: the cache is the one that transformers captures, and the server serves on."""
 
+import json
 import os
 import signal
 import socket
@@ -363,9 +364,15 @@ def test_a_replay_is_a_capture(folder, tmp_path, tiny_llama):
         report = Replay(url, concurrency=3).run(tiny_llama, conversations, folder)
         assert (report.stored, report.skipped) == (4, 4)
         assert report.check is not None and report.check.agreement == 1.0
+        body = json.dumps({"input_ids": [5, 6, 7], "sampling_params": sampling(9, "just before the end")}).encode()
+        request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            ids = json.load(answer)["output_ids"]
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(90)
     recorded, captured = Cache.open(folder, tiny_llama), Cache.open(tmp_path / "captured", tiny_llama)
+    last = recorded.documents.pop()
+    assert (last.id, recorded.token_ids(last).tolist()) == ("just before the end", [5, 6, 7, *ids])
     rows = {row["id"]: row for row in read_conversations(conversations)}
     twins = {document.id: document for document in captured.documents}
     assert len(recorded.documents) == 8
