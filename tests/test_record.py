@@ -22,6 +22,8 @@ from torch import Tensor
 from medusa_k25.cache import Cache, CacheWriter
 from medusa_k25.cache.capture import Capture
 from medusa_k25.cache.record_client import Replay
+from medusa_k25.capture import capture
+from medusa_k25.config import compose
 from medusa_k25.conversations import Generator, Prompt
 from medusa_k25.serving.sglang.recorder import Mark, Recorder, Request, Settings
 from medusa_k25.serving.sglang.recording import KEY, Recording
@@ -295,7 +297,7 @@ class Engine:
                 self.recording.finish(req)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_order_of_passes_gives_every_state_once(tiny_llama: Target, seed: int) -> None:
     chance = random.Random(seed)
@@ -599,9 +601,12 @@ def test_a_replay_gives_what_a_capture_gives(
     assert (again.stored, again.skipped, len(server.requests)) == (0, 6, 6)
 
 
-def test_what_the_server_drops_is_sent_again(tiny_llama: Target, answers: Path, tmp_path: Path) -> None:
-    """Memory for about two conversations at a time."""
-    server = Server(tiny_llama, tmp_path / "recorded", memory=30 * D * 4, idle_s=0.2)
+def test_what_the_server_drops_is_sent_again(
+    tiny_llama: Target, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for two conversations at a time."""
+    monkeypatch.setattr("medusa_k25.cache.record_client.POLL_S", 0.02)
+    server = Server(tiny_llama, tmp_path / "recorded", memory=50 * D * 4)
     try:
         report = Replay(server.url, concurrency=6, retries=8).run(tiny_llama, answers, tmp_path / "recorded")
         assert server.recorder.dropped["memory full"] > 0
@@ -655,3 +660,12 @@ def test_a_server_that_does_not_record_is_refused(
     monkeypatch.setattr(Replay, "_call", lambda self, path: {"internal_states": [{KEY: {"failed": True}}]})
     with pytest.raises(ValueError, match="recording has failed in"):
         Replay(server.url).run(tiny_llama, answers, tmp_path / "recorded")
+
+
+def test_the_verb_captures_through_a_server(tiny_llama: Target, answers: Path, server: Server, tmp_path: Path) -> None:
+    run_dir, cache = tmp_path / "run", tmp_path / "recorded"
+    run_dir.mkdir()
+    overrides = [f"conversations={answers}", f"cache={cache}", f"run_dir={run_dir}"]
+    capture(compose([f"server={server.url}", *overrides], groups=("capture",)), tiny_llama)
+    assert len(Cache.open(cache, tiny_llama).documents) == 6
+    assert json.loads((run_dir / "report.json").read_text())["capture"]["stored"] == 6
