@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from medusa_k25.cache import Cache, Document
+from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.data.windows import documents_of
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.serving.formats import load_served
 from medusa_k25.target import Target
+from medusa_k25.tree import Tree
 
 RUN = Path(__file__).parents[3] / "runs" / "smol_4heads"  # `make heads`
-PROOF_SET = 20
-
 QUESTION = (
     "<|im_start|>user\nName three colours and say where each is found in nature.<|im_end|>\n<|im_start|>assistant\n"
 )
@@ -68,7 +68,9 @@ def answered(smollm2: Target, engine: Callable[..., Any]) -> dict[str, dict[str,
 
 
 def proof_set(cache: Cache) -> list[Document]:
-    return documents_of(cache, "heldout")[:PROOF_SET]
+    documents = documents_of(cache, "heldout")
+    assert len(documents) >= 20
+    return documents
 
 
 def test_output_and_counts_are_the_targets_and_replays(answered: dict[str, Any], smollm2: Target) -> None:
@@ -89,8 +91,15 @@ def test_output_and_counts_are_the_targets_and_replays(answered: dict[str, Any],
         assert sum(histogram.values()) == expected.passes
         total += expected
         counted += Acceptance(1, counts["spec_verify_ct"], counts["completion_tokens"] - 1)
-    print(f"{PROOF_SET} answers: acceptance length {counted.length:.4f} in SGLang, {total.length:.4f} by replay")
+    checkpoint = load_heads(find_checkpoint(RUN / "checkpoints", "best"))
+    assert Tree(checkpoint.record["tree"]) == served.tree
+    trained = checkpoint.record["metrics"]["heldout/acceptance_tree"]  # with its float32 weights, exported in bf16
+    print(
+        f"{counted.answers} held-out answers: acceptance length {counted.length:.4f} in SGLang "
+        f"({counted.passes} passes), {total.length:.4f} by replay ({total.passes}); training printed {trained:.4f}"
+    )
     assert counted.length == total.length > 1.3
+    assert counted.length == pytest.approx(trained, rel=0.01)
 
 
 @pytest.mark.parametrize("request_name", SHAPED)
