@@ -57,12 +57,12 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         (f"{scheduler}.process_batch_result", _process, HookType.AROUND),
         (f"{scheduler}.get_internal_state", _report, HookType.AFTER),
         ("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", _forward, HookType.AROUND),
-        ("sglang.srt.speculative.ngram_worker.eagle_sample", _accept, HookType.AFTER),
-        ("medusa_k25.serving.sglang.worker.eagle_sample", _accept, HookType.AFTER),
+        # the registry replaces a function in all modules that have imported it by name, and for those that will
+        ("sglang.srt.speculative.eagle_utils.eagle_sample", _accept, HookType.AFTER),
         # Graphs are captured with what the server may be asked for; a pass that asks for more runs without them.
-        (f"{runner}.base_runner.get_server_return_hidden_states_mode", _full, HookType.AFTER),
+        (f"{runner}.base_runner.BaseRunner.__init__", _full, HookType.AFTER),
         (f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info", _full_verify, HookType.AFTER),
-        ("sglang.srt.entrypoints.engine.kill_process_tree", _end_schedulers, HookType.BEFORE),
+        ("sglang.srt.utils.common.kill_process_tree", _end_schedulers, HookType.BEFORE),
     ]
     for name, hook, kind in hooks:
         pkgutil.resolve_name(name)  # the registry would only log that a name is missing
@@ -200,8 +200,11 @@ def _report(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         result.internal_state[KEY] = _recording.recorder.status() | {"failed": _recording.failed}
 
 
-def _full(mode: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(mode).FULL
+def _full(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After BaseRunner.__init__, before graphs are captured. What users may ask of the server is not touched."""
+    if not runner.model_runner.is_draft_worker:
+        runner.return_hidden_states_mode = type(runner.return_hidden_states_mode).FULL
+        runner.enable_return_hidden_states = True
 
 
 def _full_verify(spec_info: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +217,7 @@ def _full_verify(spec_info: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _end_schedulers(parent_pid: int | None = None, *args: Any, **kwargs: Any) -> None:
-    """Before an engine kills its processes: schedulers may end by themselves first, and write what they have."""
+    """Before a server kills its processes: schedulers may end by themselves first, and write what they have."""
     if parent_pid == os.getpid():
         children = psutil.Process().children(recursive=True)
         schedulers = [child for child in children if child.name().startswith("sglang::sched")]

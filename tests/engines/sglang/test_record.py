@@ -113,6 +113,8 @@ def test_what_asks_is_recorded(folder, tiny_k25, engine, prompts_of, greedy):
     with engine(tiny_k25, **settings) as running:
         assert answers_of(ask(running, prompts[:4], lengths[:4], ["d0", "d1", "new", "d2"])) == expected[:4]
         assert status_of(running)["known"] == 3
+        with pytest.raises(ValueError, match="not configured to return hidden"):  # as without recording
+            running.generate(input_ids=prompts[:1], sampling_params=[sampling(2, None)], return_hidden_states=True)
         # no waiting for the disk: an engine that is shut down writes what it has finished
     assert_states(tiny_k25, folder, texts | {"new": (prompts[2], expected[2])})
 
@@ -208,6 +210,17 @@ def test_a_caller_gets_the_states_that_it_asked_for(asked, monkeypatch):
     found = result.logits_output.hidden_states
     assert (None if found is None else found.tolist()) == expected
     assert seen == [CaptureHiddenMode.FULL]
+
+
+@pytest.mark.parametrize("is_draft_worker", [False, True])
+def test_graphs_of_the_target_carry_states(is_draft_worker):
+    model_runner = SimpleNamespace(is_draft_worker=is_draft_worker)
+    runner = SimpleNamespace(
+        model_runner=model_runner, return_hidden_states_mode=CaptureHiddenMode.NULL, enable_return_hidden_states=False
+    )
+    record._full(None, runner, model_runner)
+    expected = (CaptureHiddenMode.NULL, False) if is_draft_worker else (CaptureHiddenMode.FULL, True)
+    assert (runner.return_hidden_states_mode, runner.enable_return_hidden_states) == expected
 
 
 @pytest.mark.parametrize(
