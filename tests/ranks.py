@@ -1,26 +1,72 @@
-"""What torchrun starts in test_ranks.py: one rank that trains several configurations, one after another.
+"""Ranks as torchrun starts them, without its start: forked from a process that has imported everything.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/ranks.py JOBS.json
-
-JOBS.json: a list of {"overrides": [...], "kill": [rank, step] or null, "signal": [rank, step] or null,
-"signal_in_validation": [rank, step] or null}. What a job's optimizer held on rank 0, and how many bytes a step sent
-over the loopback, lies in its run folder then, as facts.json.
+A job is {"overrides": [...], "kill": [rank, step] or null, "signal": [rank, step] or null, "signal_in_validation":
+[rank, step] or null}; a rank trains several, one after another. What a job's optimizer held on rank 0, and how many
+bytes a step sent over the loopback, lies in its run folder then, as facts.json. The recipes' tests start torchrun
+itself.
 """
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import statistics
-import sys
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
+import deepspeed  # noqa: F401 - for the ranks that need it
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from medusa_k25 import train as training
 from medusa_k25.config import compose
+
+SECONDS = 300
+
+
+def on_ranks(ranks: int, folder: Path, *jobs: dict, succeed: bool = True) -> str:
+    """The output of `ranks` processes that run `jobs`. As under torchrun, the end of one is the end of all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    out = folder / "out"
+    out.write_bytes(b"")
+    processes = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": folder.name}
+        environment = {**os.environ, **{name: str(value) for name, value in (world | place).items()}}
+        processes.append(context.Process(target=rank_main, args=(environment, out, jobs)))
+    for process in processes:
+        process.start()
+    end = time.monotonic() + SECONDS
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        wait([process.sentinel for process in processes if process.is_alive()], timeout=SECONDS)
+        if any(process.exitcode for process in processes):
+            break
+    for stop in (multiprocessing.process.BaseProcess.terminate, multiprocessing.process.BaseProcess.kill):
+        for process in processes:
+            stop(process)
+        for process in processes:
+            process.join(30)
+    assert all(process.exitcode == 0 for process in processes) == succeed, out.read_text()
+    return out.read_text()
+
+
+def rank_main(environment: dict[str, str], out: Path, jobs: tuple[dict, ...]) -> None:
+    with out.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # loaders' workers, as in a process of its own
+    run_jobs(jobs)
 
 
 class Job(Callback):
@@ -68,10 +114,10 @@ def fp32_masters(trainer):
     )
 
 
-def main():
+def run_jobs(jobs):
     torch.set_num_threads(1)
     build = training.build
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in jobs:
         cfg = compose(job["overrides"])
 
         def build_with_job(*args, job=job, cfg=cfg):
@@ -86,7 +132,3 @@ def main():
             training.train(cfg)
         except SystemExit as ended:
             print(f"{cfg.run_dir} ended with status {ended.code}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Two ranks with the real engines, over gloo: DDP and DeepSpeed ZeRO 1 to 3 train what one rank trains, and go on."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from medusa_k25 import train as training
 from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, compose, conf_dir
 from medusa_k25.serving.formats import load_served
+from tests.ranks import on_ranks
 from tests.test_training import metrics, weights
 from tests.tiny import cache_of
 
@@ -53,22 +53,6 @@ def job(cache, tiny_k25):
         return {"overrides": [*shared, *overrides], **what}
 
     return make
-
-
-def on_ranks(ranks: int, folder: Path, *jobs: dict, succeed: bool = True) -> str:
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = subprocess.run(
-        [*command, str(ROOT / "tests" / "ranks.py"), str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (run.returncode == 0) == succeed, run.stdout + run.stderr
-    return run.stdout
 
 
 @pytest.fixture(scope="module")

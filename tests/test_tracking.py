@@ -23,7 +23,7 @@ from medusa_k25.replay import answer_ranks, replay
 from medusa_k25.report import read_report
 from medusa_k25.tracking import MetricsTable, WandbRun
 from medusa_k25.tree import Tree
-from tests.test_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.test_training import OF_THE_MACHINE, metrics
 from tests.tiny import cache_of
 
