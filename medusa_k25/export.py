@@ -108,7 +108,18 @@ def write(
     folder = Path(cfg.export_dir)
     dtype: Any = getattr(torch, cfg.export_dtype, cfg.export_dtype)
     base_model = hub_name or str(target.path)
-    served = export_heads(folder, heads, vocabulary, tree, dtype, provenance, cfg.format, target.lm_head, base_model)
+    served = export_heads(
+        folder,
+        heads,
+        vocabulary,
+        tree,
+        dtype,
+        provenance,
+        cfg.format,
+        target.lm_head,
+        base_model,
+        cfg.medusa_tree_fallback,
+    )
     assert isinstance(heads, ResidualHeads)  # others were refused
     notes = remarks(heads, vocabulary, cfg.format)
     for note in notes:

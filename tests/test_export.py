@@ -155,8 +155,11 @@ def test_blank_heads_need_no_checkpoint_and_take_any_tree(tiny_llama, tmp_path, 
 
     run(tmp_path / "run", tiny_llama, "heads=blank", "num_nodes=16", "draft_vocab_size=null")  # replaces blank ones
     assert load_served(folder).tree.num_nodes == 16
-    run(tmp_path / "run", tiny_llama, "heads=blank", "num_nodes=6", "max_width=1", "draft_vocab_size=null")
+    assert "medusa_tree_fallback" not in load_served(folder).config
+    chain = ["num_nodes=6", "max_width=1", "draft_vocab_size=null", "medusa_tree_fallback=chain"]
+    run(tmp_path / "run", tiny_llama, "heads=blank", *chain)
     assert load_served(folder).tree == Tree.chain(5)
+    assert load_served(folder).config["medusa_tree_fallback"] == "chain"
     own = ["heads=blank", "heads.own_lm_head=true", "heads.num_heads=4", "draft_vocab_size=null", "format=vllm"]
     run(tmp_path / "run", tiny_llama, *own)
     assert load_served(folder).heads.num_heads == 4
@@ -194,6 +197,7 @@ def test_blank_heads_of_the_k25_experiment(tiny_k25, tmp_path):
         (["heads.num_heads=1", "tree=[[0],[0,0]]"], "2 deep but there are 1 heads"),
         (["num_nodes=2000", "max_width=20"], "the tree has 2,000 nodes, a server takes at most 1,024"),
         (["format=gguf"], "format=gguf: expected one of sglang, vllm, medusa"),
+        (["medusa_tree_fallback=tree"], "medusa_tree_fallback=tree: expected null or chain"),
         (["export_dtype=float8"], "export_dtype: expected bfloat16, float16 or float32"),
     ],
 )

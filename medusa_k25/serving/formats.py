@@ -389,15 +389,19 @@ def export_heads(
     format: str = "sglang",
     lm_head_VD: Tensor | None = None,
     base_model: str | None = None,
+    tree_fallback: str | None = None,
 ) -> ServedHeads:
     """Write `folder`, read it again and compare every tensor bit for bit. Returns what was read.
 
     `provenance` (target, revision, fingerprints, checkpoint, ...) goes into config.json under "medusa_k25".
     lm_head_VD: the target's, of which format=vllm and format=medusa ship rows. `base_model`: the target's name, for
-    those that look for the target by the heads. An export that the folder holds already is replaced.
+    those that look for the target by the heads. tree_fallback="chain": a server whose attention backend takes no tree
+    may verify the tree's chain; None: it refuses. An export that the folder holds already is replaced.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format}: expected one of {', '.join(FORMATS)}")
+    if tree_fallback not in (None, "chain"):
+        raise ValueError(f"medusa_tree_fallback={tree_fallback}: expected null or chain")
     if not isinstance(heads, ResidualHeads):
         raise ValueError(f"format={format} holds residual heads only, got {type(heads).__name__}")
     if dtype not in WEIGHTS:
@@ -450,6 +454,8 @@ def export_heads(
         "medusa_choices": [list(path) for path in tree.paths],
         "medusa_k25": dict(provenance),
     }
+    if tree_fallback is not None:
+        config["medusa_tree_fallback"] = tree_fallback
     _write(folder, MEDUSA_FILE if format == "medusa" else FILE, save(written, metadata={"format": "pt"}), config)
 
     served = load_served(folder)

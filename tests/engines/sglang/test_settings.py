@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
-from medusa_k25.serving.formats import open_served
+from medusa_k25.serving.formats import export_heads, open_served
 from medusa_k25.serving.sglang import compat, plugin
 from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, settle, tree_to_serve
 from medusa_k25.serving.sglang.worker import MedusaVerifyInput, lm_head_shard
@@ -105,9 +105,8 @@ def test_a_backend_without_tree_masks_serves_the_chain_where_the_export_allows_i
     tiny_llama: Target, tmp_path: Path
 ) -> None:
     vocabulary = DraftVocabulary(torch.arange(tiny_llama.vocab_size), tiny_llama.vocab_size)
-    serve_from(tmp_path, tiny_llama, ResidualHeads(tiny_llama.hidden_size, 3), vocabulary, TREE)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace("{", '{"medusa_tree_fallback": "chain",', 1))
+    heads = ResidualHeads(tiny_llama.hidden_size, 3)
+    export_heads(tmp_path, heads, vocabulary, TREE, torch.float32, {}, tree_fallback="chain")
     served = open_served(tmp_path)
     assert tree_to_serve(served, "trtllm_mla", mla=True, page_size=64) == Tree.chain(3)
     assert tree_to_serve(served, "triton", mla=True, page_size=64) == Tree.chain(3)
