@@ -62,7 +62,9 @@ def settle(server_args: Any) -> None:
             raise ValueError(f"MEDUSA does not support {reason}; start the server without it")
     if not a.speculative_draft_model_path:
         raise ValueError("MEDUSA needs --speculative-draft-model-path DIR, a folder that medusa_k25.export wrote")
-    served = open_served(heads_folder(a.speculative_draft_model_path), compat.vocab_size_of(a))
+    served = open_served(
+        heads_folder(a.speculative_draft_model_path, a.speculative_draft_model_revision), compat.vocab_size_of(a)
+    )
     compare_with_target(served, a.model_path)
     tree = tree_to_serve(served, compat.verify_backend(a), compat.uses_mla(a), a.page_size)
     if a.speculative_num_draft_tokens not in (None, tree.num_nodes):
@@ -72,7 +74,8 @@ def settle(server_args: Any) -> None:
         )
     a.speculative_num_draft_tokens = tree.num_nodes
     a.speculative_num_steps = max(tree.depth, 1)
-    a.speculative_eagle_topk = max(tree.width, 1)
+    # 2 says "a tree" to fa3; the width itself would only make SGLang reserve that much more of the KV cache
+    a.speculative_eagle_topk = 1 if tree.width <= 1 else 2
     a.enable_mixed_chunk = False
     # Passes must return states, those of captured CUDA graphs too, which n-gram lookup captures without. Here is where
     # SGLang itself decides that: graphs are captured with what the server may be asked for.
@@ -84,13 +87,13 @@ def settle(server_args: Any) -> None:
         )
 
 
-def heads_folder(path: str) -> Path:
-    """`path` itself, or where the repository of that name lies after the server has fetched it."""
+def heads_folder(path: str, revision: str | None) -> Path:
+    """`path` itself, or where the Hugging Face repository of that name lies after the server has fetched it."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors"]))
+    return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json", "*.safetensors"]))
 
 
 def tree_to_serve(served: ServedFolder, backend: str, mla: bool, page_size: int | None) -> Tree:

@@ -8,6 +8,7 @@ Letters: N requests, n tree nodes, D hidden.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,11 +64,11 @@ class MedusaWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = get_device().device
         self.adaptive_controller = None
-        opened = open_served(
-            heads_folder(get_spec().speculative_draft_model_path), self.model_runner.model_config.vocab_size
-        )
+        spec = get_spec()
+        folder = heads_folder(spec.speculative_draft_model_path, spec.speculative_draft_model_revision)
+        opened = open_served(folder, self.model_runner.model_config.vocab_size)
         shard = lm_head_shard(self.model_runner.model, opened.sizes.hidden_size, opened.vocab_size)
-        self.num_nodes = self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens
+        self.num_nodes = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         # the server's settings say whether the whole tree is served or, on this attention backend, its chain part
         self.tree = opened.tree if opened.tree.num_nodes == self.num_nodes else opened.tree.chain_part
         assert self.tree.num_nodes == self.num_nodes
@@ -100,8 +101,10 @@ class MedusaWorker(BaseSpecWorker):
         new_lengths_N = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_lengths_N)
-        last_N = torch.tensor(batch.extend_lens).cumsum(0) - 1  # all tokens of the batch have their states
-        hidden_ND = result.logits_output.hidden_states[last_N.to(self.device)]
+        # All tokens of the batch have their states. (A copy from pageable memory would wait for the pass to end.)
+        ends = [stop - 1 for stop in accumulate(batch.extend_lens)]
+        last_N = torch.tensor(ends, pin_memory=self.device != "cpu")
+        hidden_ND = result.logits_output.hidden_states[last_N.to(self.device, non_blocking=True)]
         accept_lens_N = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
         return self._drafted(
             result, result.next_token_ids, accept_lens_N, new_lengths_N, hidden_ND, result.next_token_ids

@@ -38,11 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
         "every": 3,
         "server": {"tp_size": 2, "page_size": 16},
     },
-    "fasterdecoding-chain-retraction-no-prefix-cache": {
+    "fasterdecoding-chain-no-prefix-cache": {
         "target": "tiny_llama",
         "tree": Tree.chain(3),
         "format": "medusa",
-        "server": {"disable_radix_cache": True, "max_total_tokens": 240},
+        "server": {"disable_radix_cache": True},
     },
     "heads-that-are-often-wrong-chunks": {"target": "tiny_llama", "steps": 25, "server": {"chunked_prefill_size": 8}},
     "root-alone": {"target": "tiny_llama", "tree": Tree([]), "steps": 0, "server": {}},

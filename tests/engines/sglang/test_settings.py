@@ -40,6 +40,7 @@ def arguments(folder: Path, tiny_llama: Target) -> SimpleNamespace:
     return SimpleNamespace(
         model_path=str(tiny_llama.path),
         speculative_draft_model_path=str(folder),
+        speculative_draft_model_revision="main",
         speculative_num_draft_tokens=None,
         speculative_attention_mode="prefill",
         attention_backend="triton",
@@ -69,7 +70,7 @@ def _a_target_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_follows_from_the_tree_is_set(arguments: SimpleNamespace) -> None:
     settle(arguments)
     assert arguments.speculative_num_draft_tokens == TREE.num_nodes == 12
-    assert (arguments.speculative_num_steps, arguments.speculative_eagle_topk) == (3, 4)
+    assert (arguments.speculative_num_steps, arguments.speculative_eagle_topk) == (3, 2)
     assert (arguments.return_hidden_states_mode, arguments.enable_return_hidden_states) == ("full", True)
     assert arguments.max_running_requests == 48
     assert arguments.enable_mixed_chunk is False
