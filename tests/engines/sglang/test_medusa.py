@@ -3,6 +3,7 @@ passes as the reference decoder makes, through all that a server does to its req
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def test_text_and_passes(
     case: dict[str, Any], texts: dict[str, Text], engine: Callable[..., Any], tmp_path: Path
 ) -> None:
     text, tree, server = texts[case["target"]], case.get("tree", TREE), case["server"]
+    if "page_size" in server and version("sglang") in ("0.5.20", "0.5.21"):
+        pytest.skip("this version allocates pages of several tokens with a Triton kernel, which no CPU runs")
     target, model = text.target, text.model
     vocabulary = DraftVocabulary(torch.arange(0, target.vocab_size, case.get("every", 1)), target.vocab_size)
     heads = accepting_heads(
