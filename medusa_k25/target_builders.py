@@ -8,6 +8,7 @@ import shutil
 import string
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def kimi_k25(path: str = "moonshotai/Kimi-K2.5", min_gpus: int = 8, trust_remote
 
 def tiny_k25(home: str | None = None, seed: int = 0) -> Target:
     """A miniature of Kimi-K2.5 (same layout, random weights, 1 MB), generated once in `home` as `smollm2` does."""
-    folder = build_once(_home(home) / f"tiny-k25-seed{seed}", lambda partial: _generate_tiny_k25(partial, seed))
+    folder = build_once(_home(home) / f"tiny-k25-seed{seed}", lambda partial: write_tiny_k25(partial, seed))
     return Target.open(folder, "tiny_k25")
 
 
@@ -144,9 +145,12 @@ def _convert_smollm2(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _generate_tiny_k25(folder: Path, seed: int) -> None:
+def write_tiny_k25(folder: Path, seed: int = 0, sizes: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Fill `folder` with a miniature; `sizes` replace entries of its text_config."""
     tokenizer = tiny_tokenizer()
     config = tiny_k25_config(tokenizer)
+    config["text_config"] |= sizes
+    config["vision_config"]["text_hidden_size"] = config["text_config"]["hidden_size"]
     tensors = _tiny_weights(config["text_config"], seed)
     last = {name: tensor for name, tensor in tensors.items() if "layers" not in name}
     shards = {
