@@ -97,3 +97,74 @@ def test_the_vllm_recipe_refuses_what_vllm_would_not_or_would_late(
     status, out = run("serve_vllm.sh", tmp_path, **env)
     assert (status, out.count("\n")) == (2, 1)
     assert message in out
+
+
+def gpu(cwd: Path, capability: str) -> None:
+    """An nvidia-smi that knows this much of two GPUs."""
+    (cwd / "bin").mkdir()
+    stub = cwd / "bin" / "nvidia-smi"
+    stub.write_text(f"#!/usr/bin/env bash\nprintf '{capability}\\n{capability}\\n'\n")
+    stub.chmod(0o755)
+
+
+def test_the_sglang_recipe_prints_its_command(tmp_path: Path) -> None:
+    status, out = run("serve_sglang.sh", tmp_path, "--port", "9000", DRY_RUN="1", HEADS="my heads")
+    assert status == 0
+    python, dash_m, module, *flags = shlex.split(out)
+    assert (python, dash_m, module, flags[-2:]) == (sys.executable, "-m", "sglang.launch_server", ["--port", "9000"])
+    value = dict(pairwise(flags))
+    assert value["--model-path"] == "moonshotai/Kimi-K2.5"
+    assert value["--tp-size"] == "2"
+    assert (value["--speculative-algorithm"], value["--speculative-draft-model-path"]) == ("MEDUSA", "my heads")
+    assert "--trust-remote-code" not in flags  # that takes the user's word
+    assert "--disable-radix-cache" not in flags
+
+
+def test_without_heads_the_sglang_recipe_serves_the_same_server(tmp_path: Path) -> None:
+    _, out = run("serve_sglang.sh", tmp_path, DRY_RUN="1", HEADS="heads")
+    _, baseline = run("serve_sglang.sh", tmp_path, DRY_RUN="1")
+    assert out.replace(" --speculative-algorithm MEDUSA --speculative-draft-model-path heads", "") == baseline
+
+
+@pytest.mark.parametrize(
+    ("capability", "choice", "backend", "pages"),
+    [
+        ("9.0", "", "fa3", "1"),
+        ("12.0", "", "triton", "1"),
+        ("10.0", "", "triton", "1"),
+        ("10.0", "trtllm_mla", "trtllm_mla", None),  # it has pages of its own
+    ],
+)
+def test_the_sglang_recipe_chooses_a_backend_that_verifies_trees(
+    tmp_path: Path, capability: str, choice: str, backend: str, pages: str | None
+) -> None:
+    gpu(tmp_path, capability)
+    status, out = run("serve_sglang.sh", tmp_path, DRY_RUN="1", ATTENTION=choice)
+    value = dict(pairwise(shlex.split(out)))
+    assert (status, value["--attention-backend"], value.get("--page-size")) == (0, backend, pages)
+
+
+def test_the_sglang_recipe_records(tmp_path: Path) -> None:
+    settings = {"MEDUSA_K25_RECORD": "/my states", "MEDUSA_K25_RECORD_ALL": "1", "TRUST_REMOTE_CODE": "1"}
+    _, out = run("serve_sglang.sh", tmp_path, DRY_RUN="1", **settings)
+    env, *command = shlex.split(out)
+    assert (env, set(command[:2])) == ("env", {"MEDUSA_K25_RECORD=/my states", "MEDUSA_K25_RECORD_ALL=1"})
+    assert {"--disable-radix-cache", "--trust-remote-code"} < set(command)
+
+
+def test_the_sglang_recipe_becomes_the_command_that_it_prints(tmp_path: Path) -> None:
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\nprintf \'%q \' "$0" "$@"\nexit 7\n')
+    stub.chmod(0o755)
+    status, out = run("serve_sglang.sh", tmp_path, HEADS="my heads", PYTHON=str(stub))
+    printed, got = (shlex.split(line) for line in out.splitlines())
+    assert (status, got) == (7, printed)
+
+
+def test_the_field_check_passes_its_variables_on(tmp_path: Path) -> None:
+    python = [sys.executable, str(LAUNCH / "field_check.py")]
+    status, out = run("field_check.sh", tmp_path, DRY_RUN="1")
+    assert (status, shlex.split(out)) == (0, [*python, "--out", "field_check.json", "--time-s", "480"])
+    own = {"OUT": "my file", "MODEL": "mine", "QUICK": "1", "TIME_S": "60"}
+    _, out = run("field_check.sh", tmp_path, DRY_RUN="1", **own)
+    assert shlex.split(out) == [*python, "--out", "my file", "--time-s", "60", "--model", "mine", "--quick"]
