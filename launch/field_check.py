@@ -521,7 +521,10 @@ def drafting_time(heads_folder: Path, target: Target, cuda: bool) -> float:
     served = load_served(heads_folder)
     alone = Ranks(0, 1, all_gather=lambda tensor: tensor[None], all_reduce=lambda tensor: None)
     shard = LmHeadShard(target.lm_head.to(device, dtype), 0)
-    heads, tree = EngineHeads(served, shard, alone, dtype, device), EngineTree(served.tree, 1, device)
+    heads, tree = (
+        EngineHeads(served, served.tree.width, shard, alone, dtype, device),
+        EngineTree(served.tree, 1, device),
+    )
     hidden_1D = torch.randn(1, target.hidden_size, device=device, dtype=dtype)
     root_1 = torch.zeros(1, dtype=torch.long, device=device)
     rounds = 100
