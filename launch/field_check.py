@@ -560,16 +560,21 @@ def main(arguments: Sequence[str]) -> int:
         else:
             target = Target.open(find_checkpoint(given.model))
         check = FieldCheck(machine, target, Path(work), began + given.time_s, given.quick, given.model is None)
-        check.run()
-    report = {
-        "machine": machine.facts(),
-        "target": {"name": target.name, "mla": check.mla, "layers": target.num_layers},
-        "dtype": "float32" if machine.exact else "bfloat16",
-        "checks": [asdict(each) for each in check.checks],
-        "speed": check.speed,
-        "seconds": round(time.monotonic() - began),
-    }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+        complete = False
+        try:
+            check.run()
+            complete = True
+        finally:  # what was found before a fault of this script, or Ctrl-C, is worth sending, too
+            report = {
+                "complete": complete,
+                "machine": machine.facts(),
+                "target": {"name": target.name, "mla": check.mla, "layers": target.num_layers},
+                "dtype": "float32" if machine.exact else "bfloat16",
+                "checks": [asdict(each) for each in check.checks],
+                "speed": check.speed,
+                "seconds": round(time.monotonic() - began),
+            }
+            given.out.write_text(json.dumps(report, indent=1) + "\n")
     verdicts = Counter(each.passed for each in check.checks)
     print(f"{verdicts[True]} passed, {verdicts[False]} failed, {verdicts[None]} could not be checked -> {given.out}")
     return 1 if verdicts[False] else 0
