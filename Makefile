@@ -41,11 +41,10 @@ $(HEADS):
 test: $(STAMP)
 	$(RUN) -m pytest
 
-# Training heads takes as long as installing both engines, and one core.
+# Training heads takes as long as installing both engines, and one core; every engine here runs on one, too.
 test-engines:
 	$(MAKE) -j2 $(HEADS) $(SGLANG_STAMP) $(VLLM_STAMP)
-	$(MAKE) test-engines-sglang
-	$(MAKE) test-engines-vllm
+	$(MAKE) -j2 -Otarget test-engines-sglang test-engines-vllm
 
 # The project is installed as users do it, but for the build tool, which is there already.
 INSTALL_IN_SGLANG := .venv-sglang/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e . -e tests/engines/sglang/stand_ins

@@ -10,30 +10,25 @@ def ask(engine, prompts, lengths):
     return engine.generate(input_ids=prompts, sampling_params=sampling)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "tiny_k25", "tiny_llama"])
-def test_plain_greedy_answers_are_those_of_transformers(name, request, engine, prompts_of, greedy):
-    target = request.getfixturevalue(name)
-    prompts = prompts_of(target, len(LENGTHS))
-    expected = greedy(target, prompts, limit=max(LENGTHS), past_the_end=True)
-    with engine(target) as running:
+def test_plain_greedy_answers_are_those_of_transformers(tiny_k25, engine, prompts_of, greedy):
+    """Of the other targets the tests of MEDUSA say so."""
+    prompts = prompts_of(tiny_k25, len(LENGTHS))
+    expected = greedy(tiny_k25, prompts, limit=max(LENGTHS), past_the_end=True)
+    with engine(tiny_k25) as running:
         answered = ask(running, prompts, LENGTHS)
     assert [row["output_ids"] for row in answered] == [ids[:n] for ids, n in zip(expected, LENGTHS, strict=True)]
 
 
-CASES = [("smollm2", 1, 10), ("smollm2", 4, 1), ("tiny_k25", 1, 10)]
-
-
-@pytest.mark.parametrize(("name", "page_size", "branches"), CASES)
-def test_ngram_speculation_changes_nothing(name, page_size, branches, request, engine, prompts_of, greedy):
-    """Prompts that repeat themselves, so that drafts are accepted; SGLang itself refuses branches on larger pages."""
+@pytest.mark.parametrize("name", ["smollm2", "tiny_k25"])
+def test_ngram_speculation_changes_nothing(name, request, engine, prompts_of, greedy):
+    """Prompts that repeat themselves, so that drafts are accepted."""
     target = request.getfixturevalue(name)
     prompts = [prompt * 3 for prompt in prompts_of(target, len(LENGTHS))]
     expected = greedy(target, prompts, limit=max(LENGTHS), past_the_end=True)
     settings = {
         "speculative_algorithm": "NGRAM",
         "speculative_num_draft_tokens": 6,
-        "speculative_ngram_max_bfs_breadth": branches,
-        "page_size": page_size,
+        "speculative_ngram_max_bfs_breadth": 10,
     }
     with engine(target, **settings) as running:
         answered = ask(running, prompts, LENGTHS)
