@@ -21,7 +21,8 @@ LAYERS = {
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs"],
     "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
     "plugin": [
-        *(f"serving.sglang{name}" for name in ("", ".drafting", ".algorithm", ".compat", ".worker", ".plugin")),
+        *("serving.sglang", "serving.sglang.graphs"),
+        *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
         *(f"serving.sglang.{name}" for name in ("recorder", "recording", "record")),
     ],
     "training": ["module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking", "report"],
@@ -40,7 +41,7 @@ ALLOWED = {
     "pytorch_lightning": set[str](),
     "deepspeed": {"strategy", "callbacks", "checkpoint"},
     "wandb": {"tracking"},
-    "sglang": {f"serving.sglang.{name}" for name in ("algorithm", "compat", "plugin", "record")},
+    "sglang": {f"serving.sglang.{name}" for name in ("algorithm", "compat", "graphs", "plugin", "record")},
     "vllm": set[str](),
 }
 

@@ -669,3 +669,8 @@ def test_the_verb_captures_through_a_server(tiny_llama: Target, answers: Path, s
     capture(compose([f"server={server.url}", *overrides], groups=("capture",)), tiny_llama)
     assert len(Cache.open(cache, tiny_llama).documents) == 6
     assert json.loads((run_dir / "report.json").read_text())["capture"]["stored"] == 6
+
+
+def test_an_address_without_a_scheme_is_refused():
+    with pytest.raises(ValueError, match=r"server=127.0.0.1:30000: expected an address such as http://"):
+        Replay("127.0.0.1:30000")

@@ -45,6 +45,10 @@ class Replay:
     retries: int = 5
     timeout_s: float = 600.0
 
+    def __post_init__(self) -> None:
+        if not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server={self.server}: expected an address such as http://127.0.0.1:30000")
+
     def run(self, target: Target, conversations: Path, cache: Path) -> CaptureReport:
         """Let the server record every conversation that `cache` lacks, check the cache, and print the counts.
 

@@ -52,7 +52,9 @@ def settle(server_args: Any) -> None:
     refusals = {
         "--pp-size > 1: the heads draft where the last stage ends, and its drafts do not reach the first": a.pp_size
         > 1,
-        "--enable-dp-attention: ranks would verify different batches": a.enable_dp_attention,
+        # newer versions turn the flag into a size
+        "--enable-dp-attention: ranks would verify different batches": a.enable_dp_attention
+        or getattr(a, "attn_dp_size", 1) > 1,
         "--disaggregation-mode: the first drafts do not travel with a prefill": a.disaggregation_mode != "null",
         "--enable-watermark: drafts are verified without it": getattr(a, "enable_watermark", False),
         "--enable-two-batch-overlap: a tree is not split": a.enable_two_batch_overlap,
@@ -77,14 +79,25 @@ def settle(server_args: Any) -> None:
     # 2 says "a tree" to fa3; the width itself would only make SGLang reserve that much more of the KV cache
     a.speculative_eagle_topk = 1 if tree.width <= 1 else 2
     a.enable_mixed_chunk = False
-    # Passes must return states, those of captured CUDA graphs too, which n-gram lookup captures without. Here is where
-    # SGLang itself decides that: graphs are captured with what the server may be asked for.
-    a.return_hidden_states_mode, a.enable_return_hidden_states = "full", True
     if a.max_running_requests is None:
         a.max_running_requests = 48
         logger.warning(
             "--max-running-requests is 48, as for SGLang's other speculative algorithms; set it to change that"
         )
+
+
+def judge_heads(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Before SGLang handles speculation, and reads DIR's config.json in its own way: is it one to be read at all?"""
+    path = server_args.speculative_draft_model_path
+    if path and (server_args.speculative_algorithm or "").upper() == "MEDUSA":
+        if Path(path).is_dir():
+            from medusa_k25.serving.sglang import compat
+
+            open_served(Path(path), compat.vocab_size_of(server_args))
+        elif Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:  # no name on the hub
+            raise ValueError(
+                f"--speculative-draft-model-path {path}: there is no such folder; give one that medusa_k25.export wrote"
+            )
 
 
 def heads_folder(path: str, revision: str | None) -> Path:

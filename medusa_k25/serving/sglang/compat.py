@@ -16,7 +16,11 @@ try:
     from sglang.srt.managers.scheduler import GenerationBatchResult
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import (
+        CaptureHiddenMode,
+        ForwardMode,
+        get_server_return_hidden_states_mode,
+    )
     from sglang.srt.runtime_context import get_device, get_spec
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
     from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode, eagle_sample
@@ -57,6 +61,7 @@ __all__ = [
     "eagle_sample",
     "get_alloc_reserve_per_decode",
     "get_device",
+    "get_server_return_hidden_states_mode",
     "get_spec",
     "get_tp_group",
     "model_config_of",

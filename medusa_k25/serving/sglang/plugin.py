@@ -5,6 +5,7 @@ It works in SGLang's own environment (`pip install --no-deps medusa-k25`): nothi
 
 import logging
 import os
+import pkgutil
 import sys
 from typing import Any
 
@@ -36,7 +37,8 @@ def register_medusa() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm
+    from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, judge_heads
+    from medusa_k25.serving.sglang.graphs import RUNNER, capture_states_for_medusa
 
     AutoConfig.register("medusa", MedusaConfig, exist_ok=True)
 
@@ -46,9 +48,17 @@ def register_medusa() -> None:
 
         return MedusaWorker
 
-    HookRegistry.register(
-        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", room_for_two_trees, HookType.AFTER
-    )
+    for function, hook, kind in (
+        ("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", judge_heads, HookType.BEFORE),
+        (RUNNER, capture_states_for_medusa, HookType.AFTER),
+        (
+            "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+            room_for_two_trees,
+            HookType.AFTER,
+        ),
+    ):
+        pkgutil.resolve_name(function)  # the registry would only log that a name is missing
+        HookRegistry.register(function, hook, kind)
 
 
 def room_for_two_trees(extra: int) -> int:

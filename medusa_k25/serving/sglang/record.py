@@ -28,6 +28,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from medusa_k25.cache.manifest import STORAGE_DTYPES
 from medusa_k25.cache.writer import CacheWriter
+from medusa_k25.serving.sglang.graphs import RUNNER, capture_states
 from medusa_k25.serving.sglang.recorder import Recorder, Settings
 from medusa_k25.serving.sglang.recording import KEY, Recording, Rows
 from medusa_k25.target import Target
@@ -45,6 +46,14 @@ _recording: Recording | None = None  # of this process; None: not a scheduler, o
 def install(environment: Mapping[str, str] = os.environ) -> None:
     """Hook recording into the engine; called in each of its processes. ValueError for impossible settings."""
     settings = Settings.read(environment)
+    try:  # here, not when a scheduler has loaded all weights
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        (settings.folder / f"writable.{os.getpid()}.tmp").touch()
+        (settings.folder / f"writable.{os.getpid()}.tmp").unlink()
+    except OSError as error:
+        raise ValueError(
+            f"MEDUSA_K25_RECORD={settings.folder}: {error.strerror}; name a folder that the server may write to"
+        ) from None
 
     def start(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         global _recording
@@ -59,8 +68,7 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         ("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", _forward, HookType.AROUND),
         # the registry replaces a function in all modules that have imported it by name, and for those that will
         ("sglang.srt.speculative.eagle_utils.eagle_sample", _accept, HookType.AFTER),
-        # Graphs are captured with what the server may be asked for; a pass that asks for more runs without them.
-        (f"{runner}.base_runner.BaseRunner.__init__", _full, HookType.AFTER),
+        (RUNNER, capture_states, HookType.AFTER),
         (f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info", _full_verify, HookType.AFTER),
         ("sglang.srt.utils.common.kill_process_tree", _end_schedulers, HookType.BEFORE),
     ]
@@ -92,7 +100,7 @@ def _start(settings: Settings, scheduler: Any) -> Recording:
     if ranks.attn_tp_rank == 0:
         import sglang
 
-        dp_rank = ranks.attn_dp_rank if arguments.enable_dp_attention else ranks.dp_rank or 0
+        dp_rank = ranks.attn_dp_rank or ranks.dp_rank or 0  # of data-parallel attention, or of whole replicas
         writer = CacheWriter.open(
             settings.folder,
             target,
@@ -198,13 +206,6 @@ def _report(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After Scheduler.get_internal_state: what /server_info tells the client that replays"""
     if _recording is not None and _recording.recorder is not None:
         result.internal_state[KEY] = _recording.recorder.status() | {"failed": _recording.failed}
-
-
-def _full(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After BaseRunner.__init__, before graphs are captured. What users may ask of the server is not touched."""
-    if not runner.model_runner.is_draft_worker:
-        runner.return_hidden_states_mode = type(runner.return_hidden_states_mode).FULL
-        runner.enable_return_hidden_states = True
 
 
 def _full_verify(spec_info: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ choice at every node, and the states after the final norm: the one at the last a
 Letters: N requests, n tree nodes, D hidden.
 """
 
+import logging
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -34,6 +35,7 @@ from medusa_k25.serving.sglang.compat import (
     eagle_sample,
     get_alloc_reserve_per_decode,
     get_device,
+    get_server_return_hidden_states_mode,
     get_spec,
     get_tp_group,
     move_accept_tokens_to_target_kvcache,
@@ -41,6 +43,8 @@ from medusa_k25.serving.sglang.compat import (
     record_stream_for_v2_verify,
 )
 from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, LmHeadShard, Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class MedusaVerifyInput(NgramVerifyInput):
@@ -73,6 +77,15 @@ class MedusaWorker(BaseSpecWorker):
         self.tree = opened.tree if opened.tree.num_nodes == self.num_nodes else opened.tree.chain_part
         assert self.tree.num_nodes == self.num_nodes
         ranks = tensor_parallel_ranks()
+        if ranks.rank == 0:
+            sizes, tree = opened.sizes, self.tree
+            logger.info(
+                "MEDUSA: %d heads, a tree of %d nodes, %d deep, from %s",
+                sizes.num_heads,
+                tree.num_nodes,
+                tree.depth,
+                folder,
+            )
         self.heads = EngineHeads(opened.load(), self.tree.width, shard, ranks, self.model_runner.dtype, self.device)
 
     @property
@@ -97,14 +110,17 @@ class MedusaWorker(BaseSpecWorker):
         return self._verify(batch, on_publish) if batch.forward_mode.is_decode() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
-        result = self.target_worker.forward_batch_generation(batch)
+        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         new_lengths_N = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_lengths_N)
-        # All tokens of the batch have their states. (A copy from pageable memory would wait for the pass to end.)
+        # the last of each request; a copy from pageable memory would wait for the pass to end
         ends = [stop - 1 for stop in accumulate(batch.extend_lens)]
         last_N = torch.tensor(ends, pin_memory=self.device != "cpu")
         hidden_ND = result.logits_output.hidden_states[last_N.to(self.device, non_blocking=True)]
+        asked = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
+        if asked.is_last():  # what the scheduler then expects
+            result.logits_output.hidden_states = hidden_ND
         accept_lens_N = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
         return self._drafted(
             result, result.next_token_ids, accept_lens_N, new_lengths_N, hidden_ND, result.next_token_ids

@@ -22,7 +22,7 @@ LENGTHS = [48, 7, 33, 48, 1, 40, 2, 12, 30, 21, 3, 5, 48, 4, 17, 26]  # they end
 
 # What is served, to which target, with which server arguments. Each starts an engine.
 CASES: dict[str, dict[str, Any]] = {
-    "mla": {"target": "tiny_k25", "server": {}},
+    "mla": {"target": "tiny_k25", "server": {"return_hidden_states_mode": "full"}},
     "mla-pages-chunks-retraction-no-overlap": {
         "target": "tiny_k25",
         "server": {
@@ -45,7 +45,11 @@ CASES: dict[str, dict[str, Any]] = {
         "format": "medusa",
         "server": {"disable_radix_cache": True},
     },
-    "heads-that-are-often-wrong-chunks": {"target": "tiny_llama", "steps": 25, "server": {"chunked_prefill_size": 8}},
+    "heads-that-are-often-wrong-chunks": {
+        "target": "tiny_llama",
+        "steps": 25,
+        "server": {"chunked_prefill_size": 8, "return_hidden_states_mode": "last"},
+    },
     "root-alone": {"target": "tiny_llama", "tree": Tree([]), "steps": 0, "server": {}},
 }
 
@@ -109,6 +113,7 @@ def test_text_and_passes(
         ) as running:
             retracted = check_counts(running, text, expected, tree)
             check_conditions(running, text, prefix_cache=not server.get("disable_radix_cache"))
+            check_returned_states(running, text, server.get("return_hidden_states_mode"))
     assert bool(retracted) == ("max_total_tokens" in server)
 
 
@@ -172,14 +177,24 @@ def check_conditions(running: Any, text: Text, prefix_cache: bool) -> None:
     assert len(parts) > 1
     assert parts[-1]["output_ids"] == answers[0][:30]
 
-    # a row for the prompt, then a row a token but the last
-    rows = running.generate(input_ids=prompts[:2], sampling_params=greedy(12), return_hidden_states=True)
+
+def check_returned_states(running: Any, text: Text, allowed: str | None) -> None:
+    """Users get the states that the operator lets them ask for, and no others."""
+    prompts, answers = text.prompts[:2], text.answers
+    asks = {"input_ids": prompts, "sampling_params": greedy(12)}
+    if allowed != "full":
+        with pytest.raises(ValueError, match="return_hidden_states"):
+            running.generate(**asks, return_hidden_states=True)
+    if allowed is None:
+        return
+    rows = running.generate(**asks, return_hidden_states=True if allowed == "full" else "last")
     for row, prompt, ids in zip(rows, prompts, answers, strict=False):
-        of_prompt, *of_answer = row["meta_info"]["hidden_states"]
+        assert row["output_ids"] == ids[:12]
+        states = row["meta_info"]["hidden_states"]  # full: the prompt's rows, then one a token but the last
+        states = [*states[0][-1:], *states[1:12]] if allowed == "full" else [states]
         with torch.no_grad():
             expected_TD = text.model.hidden(torch.tensor([prompt + ids[:11]]))[0]
-        found_TD = torch.tensor([*of_prompt[-1:], *of_answer[:11]])
-        torch.testing.assert_close(found_TD, expected_TD[-len(found_TD) :], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(torch.tensor(states), expected_TD[-len(states) :], rtol=1e-3, atol=1e-3)
 
 
 def test_in_bf16_texts_part_only_where_two_tokens_are_nearly_tied(

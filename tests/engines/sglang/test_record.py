@@ -26,6 +26,7 @@ from medusa_k25.cache.record_client import Replay
 from medusa_k25.conversations import Generator, Prompt, read_conversations
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.serving.sglang import record
+from medusa_k25.serving.sglang.graphs import capture_states
 from medusa_k25.serving.sglang.recorder import Settings
 from medusa_k25.serving.sglang.recording import Recording
 from tests.engines.sglang.accepting import TREE, accepting_heads, serve_from
@@ -212,13 +213,20 @@ def test_a_caller_gets_the_states_that_it_asked_for(asked, monkeypatch):
     assert seen == [CaptureHiddenMode.FULL]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded():
+    with pytest.raises(
+        ValueError, match=r"MEDUSA_K25_RECORD=/proc/recorded: .*; name a folder that the server may write"
+    ):
+        record.install({"MEDUSA_K25_RECORD": "/proc/recorded"})
+
+
 @pytest.mark.parametrize("is_draft_worker", [False, True])
 def test_graphs_of_the_target_carry_states(is_draft_worker):
     model_runner = SimpleNamespace(is_draft_worker=is_draft_worker)
     runner = SimpleNamespace(
         model_runner=model_runner, return_hidden_states_mode=CaptureHiddenMode.NULL, enable_return_hidden_states=False
     )
-    record._full(None, runner, model_runner)
+    capture_states(None, runner)
     expected = (CaptureHiddenMode.NULL, False) if is_draft_worker else (CaptureHiddenMode.FULL, True)
     assert (runner.return_hidden_states_mode, runner.enable_return_hidden_states) == expected
 

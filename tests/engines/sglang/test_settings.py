@@ -1,6 +1,7 @@
 """Which servers MEDUSA accepts, what it sets, and what it needs of SGLang: no engine is started."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, get_required_capture_hidden_mode
+from sglang.srt.model_executor.runner.base_runner import BaseRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -21,6 +25,7 @@ from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.serving.formats import export_heads, open_served
 from medusa_k25.serving.sglang import compat, plugin
 from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, settle, tree_to_serve
+from medusa_k25.serving.sglang.graphs import capture_states_for_medusa
 from medusa_k25.serving.sglang.worker import MedusaVerifyInput, lm_head_shard
 from medusa_k25.target import Target
 from medusa_k25.tree import Tree
@@ -71,7 +76,7 @@ def test_what_follows_from_the_tree_is_set(arguments: SimpleNamespace) -> None:
     settle(arguments)
     assert arguments.speculative_num_draft_tokens == TREE.num_nodes == 12
     assert (arguments.speculative_num_steps, arguments.speculative_eagle_topk) == (3, 2)
-    assert (arguments.return_hidden_states_mode, arguments.enable_return_hidden_states) == ("full", True)
+    assert not hasattr(arguments, "return_hidden_states_mode")  # users may ask for what the operator lets them
     assert arguments.max_running_requests == 48
     assert arguments.enable_mixed_chunk is False
 
@@ -81,6 +86,7 @@ def test_what_follows_from_the_tree_is_set(arguments: SimpleNamespace) -> None:
     [
         ("pp_size", 2, "pp-size"),
         ("enable_dp_attention", True, "dp-attention"),
+        ("attn_dp_size", 2, "dp-attention"),
         ("disaggregation_mode", "prefill", "disaggregation-mode"),
         ("enable_watermark", True, "watermark"),
         ("enable_two_batch_overlap", True, "two-batch-overlap"),
@@ -138,6 +144,36 @@ def test_a_real_server_is_refused_by_its_own_arguments(tiny_llama: Target, folde
         ServerArgs(**given, **medusa, speculative_num_draft_tokens=5).resolve_once()
 
 
+def test_data_parallel_attention_is_refused_as_a_command_line_gives_it(tiny_llama: Target, folder: Path) -> None:
+    """SGLang rewrites the flag before it asks the algorithm."""
+    given = {"model_path": str(tiny_llama.path), "device": "cpu", "attention_backend": "torch_native"}
+    medusa = {"speculative_algorithm": "MEDUSA", "speculative_draft_model_path": str(folder)}
+    with pytest.raises(ValueError, match="dp-attention"):
+        ServerArgs(**given, **medusa, enable_dp_attention=True, dp_size=2, tp_size=2).resolve_once()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "config.json"),
+        ("[" * 100_000, "config.json"),
+        ('{"medusa_choices": [' + "[0], " * 400_000 + "[1]]}", "config.json"),
+        (None, "there is no such folder"),
+    ],
+)
+def test_a_hostile_folder_is_judged_before_sglang_reads_it(
+    tiny_llama: Target, folder: Path, tmp_path: Path, config: str | None, message: str
+) -> None:
+    heads = tmp_path / "heads"
+    if config is not None:
+        shutil.copytree(folder, heads)
+        (heads / "config.json").write_text(config)
+    given = {"model_path": str(tiny_llama.path), "device": "cpu", "attention_backend": "torch_native"}
+    medusa = {"speculative_algorithm": "MEDUSA", "speculative_draft_model_path": str(heads)}
+    with pytest.raises(ValueError, match=message):
+        ServerArgs(**given, **medusa).resolve_once()
+
+
 def test_an_algorithm_answers_all_that_the_built_in_ones_answer() -> None:
     medusa = MedusaAlgorithm("MEDUSA", lambda server_args: object, supports_overlap=True)
     assert isinstance(SpeculativeAlgorithm.from_string("medusa"), MedusaAlgorithm)
@@ -151,21 +187,37 @@ def test_an_algorithm_answers_all_that_the_built_in_ones_answer() -> None:
     assert isinstance(medusa, CustomSpecAlgo)
 
 
-def test_cuda_graphs_are_captured_with_the_states_that_a_round_needs() -> None:
-    """The runner's own rules, without a GPU: it captures with the server's mode, whatever the dummy input asks for.
-
-    n-gram lookup's dummy input, which MEDUSA shares, asks for none.
-    """
+@pytest.mark.parametrize("algorithm", ["MEDUSA", "NGRAM"])
+def test_cuda_graphs_are_captured_with_the_states_that_a_round_needs(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """The runners' own rules, without a GPU: they capture with the mode that BaseRunner leaves them, or with that of
+    the dummy input if it is more. n-gram lookup's dummy, which MEDUSA shares, asks for none."""
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: SimpleNamespace(speculative_algorithm=algorithm))
+    runner = SimpleNamespace(
+        model_runner=SimpleNamespace(is_draft_worker=False), return_hidden_states_mode=CaptureHiddenMode.NULL
+    )
+    capture_states_for_medusa(None, runner)
     dummy = NgramVerifyInput(custom_mask=torch.ones(1, dtype=torch.bool), draft_token_num=4)
     dummy.capture_hidden_mode = CaptureHiddenMode.NULL
-    captured = get_required_capture_hidden_mode(CaptureHiddenMode.FULL, dummy)
+    captured = get_required_capture_hidden_mode(runner.return_hidden_states_mode, dummy)
     round_input = MedusaVerifyInput(custom_mask=torch.ones(1, dtype=torch.bool), draft_token_num=4)
     asked = get_required_capture_hidden_mode(CaptureHiddenMode.NULL, round_input)
-    assert captured == asked == CaptureHiddenMode.FULL
-    check = DecodeCudaGraphRunner._validate_capture_hidden_mode
-    check(SimpleNamespace(capture_hidden_mode=captured), SimpleNamespace(capture_hidden_mode=asked))
-    with pytest.raises(RuntimeError, match="exceeds the fixed CUDA graph"):
-        check(SimpleNamespace(capture_hidden_mode=CaptureHiddenMode.NULL), SimpleNamespace(capture_hidden_mode=asked))
+    for runner_class in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):
+        check = runner_class._validate_capture_hidden_mode
+        graphs, batch = SimpleNamespace(capture_hidden_mode=captured), SimpleNamespace(capture_hidden_mode=asked)
+        if algorithm == "MEDUSA":
+            check(graphs, batch)
+        else:
+            with pytest.raises(RuntimeError, match="exceeds the fixed"):
+                check(graphs, batch)
+
+
+def test_the_runners_take_the_hooks() -> None:
+    """What the plugin hooks is there, and its graph runners start from it."""
+    assert issubclass(DecodeCudaGraphRunner, BaseRunner) and issubclass(PrefillCudaGraphRunner, BaseRunner)
+    assert hasattr(BaseRunner.__init__, "__wrapped__")
+    assert hasattr(allocation_sizing.get_req_to_token_extra_context_len, "__wrapped__")
 
 
 def test_a_quantised_lm_head_is_refused() -> None:
