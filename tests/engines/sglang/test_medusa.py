@@ -183,7 +183,7 @@ def check_returned_states(running: Any, text: Text, allowed: str | None) -> None
     prompts, answers = text.prompts[:2], text.answers
     asks = {"input_ids": prompts, "sampling_params": greedy(12)}
     if allowed != "full":
-        with pytest.raises(ValueError, match="return_hidden_states"):
+        with pytest.raises(ValueError, match="return.hidden.states"):
             running.generate(**asks, return_hidden_states=True)
     if allowed is None:
         return
