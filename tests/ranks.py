@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import statistics
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -98,7 +97,8 @@ class Job(Callback):
                 "dtypes": sorted({str(tensor.dtype) for tensor in masters}),
                 "multiplied_in": str(next(module.heads.parameters()).dtype),
             }
-            facts["bytes_a_step"] = statistics.median(b - a for a, b in itertools.pairwise(self.sent))
+            # whatever else uses the loopback only adds to it
+            facts["bytes_a_step"] = min(b - a for a, b in itertools.pairwise(self.sent))
             Path(self.run_dir, "facts.json").write_text(json.dumps(facts))
 
 
