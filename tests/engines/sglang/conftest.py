@@ -70,7 +70,13 @@ def _greedy_answer(model: TargetModel, prompt: Sequence[int], end_ids: Sequence[
     cache, unread, answer = DynamicCache(), list(prompt), list[int]()
     while len(answer) < limit and not (answer and answer[-1] in end_ids):
         hidden_TD = model.hidden(torch.tensor([unread]), past_key_values=cache)[0]
-        unread = [int(topk_ids(model.logits(hidden_TD[-1:]), 1))]
+        logits_V = model.logits(hidden_TD[-1:])[0]
+        best, second = logits_V.topk(2).values.tolist()
+        # a batch of other sizes sums in another order
+        assert best - second > 1e-4, (
+            f"two tokens are nearly tied after {len(answer)} of this answer: ask another prompt"
+        )
+        unread = [int(topk_ids(logits_V[None], 1))]
         answer += unread
     return answer
 

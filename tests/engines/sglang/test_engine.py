@@ -12,7 +12,7 @@ def ask(engine, prompts, lengths):
 
 def test_plain_greedy_answers_are_those_of_transformers(tiny_k25, engine, prompts_of, greedy):
     """Of the other targets the tests of MEDUSA say so."""
-    prompts = prompts_of(tiny_k25, len(LENGTHS))
+    prompts = [prompt * 3 for prompt in prompts_of(tiny_k25, len(LENGTHS))]
     expected = greedy(tiny_k25, prompts, limit=max(LENGTHS), past_the_end=True)
     with engine(tiny_k25) as running:
         answered = ask(running, prompts, LENGTHS)
