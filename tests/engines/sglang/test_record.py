@@ -19,6 +19,8 @@ import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from medusa_k25.cache import Cache, self_check
 from medusa_k25.cache.capture import Capture
@@ -39,6 +41,11 @@ NOISE = 2e-4
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEDUSA_K25_RECORD", str(tmp_path / "cache"))
+    load_plugins()
+    if "sglang.srt.utils.common.kill_process_tree" not in HookRegistry._hooks:
+        # plugins are loaded once a process: in this one, before it had the variable
+        record.install()
+        HookRegistry.apply_hooks()
     return tmp_path / "cache"
 
 
