@@ -171,7 +171,7 @@ def test_what_medusa_accepts_is_recorded_by_one_of_two_ranks(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "4")
-    prompts = prompts_of(tiny_k25, 8)
+    prompts = [prompt * 3 for prompt in prompts_of(tiny_k25, 8)]
     expected = greedy(tiny_k25, prompts, limit=40, past_the_end=True)
     lengths = [40, 3, 33, 40, 2, 17, 40, 40]
     ids = [f"d{i}" for i in range(8)]
