@@ -36,11 +36,9 @@ class EngineTree:
         self.mask_nn = tree.mask_nn.to(device)
         self.head_of_node = torch.tensor([len(path) - 1 for path in tree.paths], dtype=torch.long, device=device)
         self.choice_of_node = torch.tensor([path[-1] for path in tree.paths], dtype=torch.long, device=device)
-        # host copies: a grammar walks the tree there
-        self.next_token_n, self.next_sibling_n = torch.tensor(first_child_n), torch.tensor(sibling_n)
         # the kernels want contiguous rows, one a request; slices of these cost no kernel a pass
-        self.next_token_Nn = self.next_token_n.to(device).repeat(max_requests, 1)
-        self.next_sibling_Nn = self.next_sibling_n.to(device).repeat(max_requests, 1)
+        self.next_token_Nn = torch.tensor(first_child_n, device=device).repeat(max_requests, 1)
+        self.next_sibling_Nn = torch.tensor(sibling_n, device=device).repeat(max_requests, 1)
         self.index_Nn = torch.arange(max_requests * n, device=device).view(max_requests, n)
 
     def fill(self, root_N: Tensor, choices_NKC: Tensor) -> Tensor:
