@@ -14,6 +14,7 @@ LAYERS = {
     "target": ["target", "target_builders", "conversations"],
     "cache": [
         *("cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"),
+        "cache.staging",
         "cache.record_client",
     ],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],

@@ -106,9 +106,7 @@ def all_runs(cache: Cache, documents: Sequence[Document]) -> list[Run]:
         last = torch.cat([first[1:] - 1, torch.full((min(len(rows), 1),), len(rows) - 1)])
         runs += [
             Run(some[i], start, stop + 1)
-            for i, start, stop in zip(
-                document[first].tolist(), rows[first].tolist(), rows[last].tolist(), strict=True
-            )
+            for i, start, stop in zip(document[first].tolist(), rows[first].tolist(), rows[last].tolist(), strict=True)
         ]
     return runs
 
