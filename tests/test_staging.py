@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from medusa_k25.cache import Cache
-from medusa_k25.cache import staging
+from medusa_k25.cache import Cache, staging
 from medusa_k25.cache.staging import Stage
 from medusa_k25.data.sampler import Share
 from medusa_k25.data.windows import Windows

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -282,15 +281,16 @@ def test_a_staged_run_is_the_same_run_and_says_what_is_staged(config, cache, tmp
     training.train(config(f"run_dir={tmp_path / 'plain'}"))
     assert "stage  " not in capsys.readouterr().out
     stage = f"data.stage_dir={tmp_path / 'stage'}"
-    training.train(config(stage, "data.stage_gb=0.5", "trainer.max_steps=5"))
+    training.train(config(stage, "data.stage_gb=0.5"))
     out = capsys.readouterr().out
     folder = f"{tmp_path / 'stage' / cache.fingerprint[:16]}: "
     assert f"stage       {folder}0 of {cache.num_shards} shards, 0.00 GB of" in out
     assert f"staged in {folder}{cache.num_shards} of {cache.num_shards} shards" in out
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
     training.train(config(stage))  # where shards are copied to is not what makes a run
     out = capsys.readouterr().out
     assert f"stage       {folder}{cache.num_shards} of {cache.num_shards} shards" in out
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
+    assert f"{cache.num_shards} of them from an earlier run (at most 500.00 GB); not copying\n" in out
     with pytest.raises(ValueError, match="expected more than 0"):
         training.train(config(stage, "data.stage_gb=0"))
 

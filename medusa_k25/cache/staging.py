@@ -171,8 +171,8 @@ class Stage:
             else:
                 self.refused.append(source)
                 logger.warning(
-                    "%s is not staged: its sha256 is not that of the index, so the file is damaged, or the storage that "
-                    "it was read from is. Check it with `python -m medusa_k25.inspect`",
+                    "%s is not staged: its sha256 is not that of the index, so the file is damaged, or was "
+                    "read wrongly. Check it with `python -m medusa_k25.inspect`",
                     source,
                 )
         finally:
