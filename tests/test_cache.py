@@ -3,12 +3,15 @@
 import errno
 import json
 import math
+import multiprocessing
 import pickle
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -390,6 +393,52 @@ def test_a_writer_killed_at_work(tmp_path: Path) -> None:
         writer.add(**make_document("last"))
     wanted = [make_document(f"d{i}", T=200, seed=i) for i in range(len(stored))]
     assert_stored(Cache.open(tmp_path), wanted + [make_document("mine"), make_document("last")])
+
+
+def fill(path: Path, writer: str, started: Any) -> None:
+    """In a process of its own: store what the cache lacks of this writer's documents, and tell when it begins."""
+    with CacheWriter.open(path, STUB, "bfloat16", "test", writer, shard_tokens=300) as opened:
+        started.set()
+        for document in documents_of_writer(writer):
+            if document["id"] not in opened.ids:
+                opened.add(**document)
+
+
+def documents_of_writer(writer: str) -> list[dict[str, Any]]:
+    return [make_document(f"{writer}{i}", T=20 + 7 * (i % 40), seed=i) for i in range(150)]
+
+
+def test_two_writers_killed_twenty_four_times(tmp_path: Path) -> None:
+    """At any moment: the cache opens, all that was finished stays as it was, and the same commands complete it."""
+    context = multiprocessing.get_context("forkserver")  # a process that has imported all of this, forked anew each time
+    context.set_forkserver_preload([__name__])
+    moments = random.Random(0)
+    stored: dict[str, str] = {}  # shard -> its sha256
+    grew = 0
+    for _ in range(24):
+        started = [context.Event() for _ in "ab"]
+        processes = [
+            context.Process(target=fill, args=(tmp_path, *each)) for each in zip("ab", started, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        assert all(event.wait(60) for event in started)
+        for process in moments.sample(processes, 2):
+            time.sleep(moments.uniform(0, 0.04))
+            process.kill()
+            process.join()
+        cache = Cache.open(tmp_path)
+        assert all(faults == [] for faults in verify(cache))
+        now = {cache.shard_path(shard).name: cache.shard_sha256(shard) for shard in range(cache.num_shards)}
+        assert stored.items() <= now.items()
+        grew += len(now) > len(stored)
+        stored = now
+    assert grew >= 3, "killed before anything was stored: the moments are badly chosen"
+    for writer in "ab":
+        fill(tmp_path, writer, context.Event())
+    cache = Cache.open(tmp_path)
+    assert all(faults == [] for faults in verify(cache))
+    assert_stored(cache, [document for writer in "ab" for document in documents_of_writer(writer)])
 
 
 def test_one_process_a_writer_name(tmp_path: Path) -> None:
