@@ -410,16 +410,16 @@ def documents_of_writer(writer: str) -> list[dict[str, Any]]:
 
 def test_two_writers_killed_twenty_four_times(tmp_path: Path) -> None:
     """At any moment: the cache opens, all that was finished stays as it was, and the same commands complete it."""
-    context = multiprocessing.get_context("forkserver")  # a process that has imported all of this, forked anew each time
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # a process that has imported all of this, forked anew each time
     context.set_forkserver_preload([__name__])
     moments = random.Random(0)
     stored: dict[str, str] = {}  # shard -> its sha256
     grew = 0
     for _ in range(24):
         started = [context.Event() for _ in "ab"]
-        processes = [
-            context.Process(target=fill, args=(tmp_path, *each)) for each in zip("ab", started, strict=True)
-        ]
+        processes = [context.Process(target=fill, args=(tmp_path, *each)) for each in zip("ab", started, strict=True)]
         for process in processes:
             process.start()
         assert all(event.wait(60) for event in started)

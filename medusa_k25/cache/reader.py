@@ -132,6 +132,19 @@ class Cache:
                 "cache was made with, or capture again"
             )
 
+    def refuse_other(self, fingerprint: str, what: str) -> None:
+        """ValueError unless `what` was derived from this cache as it is: `fingerprint` is that of the cache it knows.
+
+        A draft vocabulary and a tree are chosen on a cache's training and calibration text; on another cache that text
+        may be the one that is reported on.
+        """
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{what} comes from another cache ({fingerprint[:16]}) than {self.path} is now ({self.fingerprint[:16]}"
+                "; it has grown, or is another): name the cache it was made from, train anew, or set "
+                "allow_other_cache=true if none of this held-out text was trained on"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mapped": {}}  # another process maps the files itself
 
