@@ -102,7 +102,7 @@ class Engine:
         end_ids = self.target.end_ids
         if reason not in (END, LIMIT):
             raise Failed(f"the server ended the answer with {reason!r}")
-        if reason == END and isinstance(matched, str):
+        if isinstance(matched, str):
             raise Failed(f"the server ended the answer at {matched!r}, which is no end token")
         if rendered := ids is None:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -112,8 +112,11 @@ class Engine:
                 f"{self.server.url} ({self.name}, {self.model}) answered with token id {wrong[0]}, target "
                 f"{self.target.name} has 0 to {self.target.vocab_size - 1}; pick the target that it serves"
             )
-        if reason == END and ids[-1:] != [matched] and not (matched is None and ids and ids[-1] in end_ids):
-            ids = [*ids, self._end_id() if matched is None else matched]  # the engine left it out
+        # an engine may leave the end token out
+        if reason == END and matched is not None and ids[-1:] != [matched]:
+            ids = [*ids, matched]
+        elif reason == END and matched is None and not (ids and ids[-1] in end_ids):
+            ids = [*ids, self._end_id()]
         if reason == LIMIT and not rendered and len(ids) != ask.max_new_tokens:
             raise Failed(
                 f"the server cut the answer after {len(ids)} of {ask.max_new_tokens} tokens; it needs a longer context"

@@ -252,7 +252,7 @@ def test_the_kept_ids_are_the_answers_of_any_chatml(
 def test_a_rendered_history_is_masked(k25_marks: ChatMarks) -> None:
     """Thoughts of earlier turns are stripped by the template; tool calls belong to the answer, their results do not."""
     call = {"id": "functions.sum:0", "type": "function", "function": {"name": "sum", "arguments": '{"a": 2}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "reasoning_content": "hm", "content": "Hello"},
         {"role": "user", "content": "2+2?"},

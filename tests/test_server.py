@@ -171,7 +171,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generator(**changes: Any) -> Generator:
-    return Generator(**{"max_new_tokens": LIMIT, "dtype": "float32", "concurrency": 4} | changes)
+    settings: dict[str, Any] = {"max_new_tokens": LIMIT, "dtype": "float32", "concurrency": 4}
+    return Generator(**settings | changes)
 
 
 def by_id(path: Path) -> dict[str, dict[str, Any]]:
@@ -232,7 +233,7 @@ def test_what_is_asked(fake: Fake, target: Target, tmp_path: Path) -> None:
 
 def test_tools_and_labels_travel(tiny_k25: Target, tmp_path: Path) -> None:
     call = {"id": "functions.sum:0", "type": "function", "function": {"name": "sum", "arguments": '{"a": 2}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": None, "reasoning_content": "add", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "functions.sum:0", "content": "4"},
