@@ -52,6 +52,10 @@ class Cache:
         self._shards: list[dict[str, Any]] = []  # without "documents"
         self._slots: list[dict[str, Slot]] = []
         self._mapped: dict[int, dict[str, Tensor]] = {}
+        self.stage: Path | None = (
+            None  # a folder with copies of shards, see `staging`: states are read there if they can
+        )
+        self._staged: set[int] = set()  # shards whose copy was found there
         digest = hashlib.sha256((path / "manifest.json").read_bytes())
         for file in sorted((path / "index").glob("*.jsonl")):
             content = file.read_bytes()
@@ -158,6 +162,9 @@ class Cache:
     def shard_sha256(self, shard: int) -> str:
         return self._shards[shard]["sha256"]
 
+    def shard_bytes(self, shard: int) -> int:
+        return self._shards[shard]["bytes"]
+
     def _map(self, shard: int) -> dict[str, Tensor]:
         if shard not in self._mapped:
             self._mapped[shard] = map_tensors(self.shard_path(shard), self._slots[shard])
@@ -221,12 +228,40 @@ class Cache:
         """
         buffer = as_bytes(out)
         offset = self._slots[shard]["hidden"].start + start * self.hidden_size * self.storage_dtype.itemsize
-        with self.shard_path(shard).open("rb", buffering=0) as file:
-            while buffer:
-                count = os.preadv(file.fileno(), [buffer], offset)
-                if count == 0:
-                    raise ValueError(
-                        f"shard {self.shard_path(shard)} has become shorter than its index says: truncated?; "
-                        "restore the file, or remove its line from the index and capture again"
-                    )
-                buffer, offset = buffer[count:], offset + count
+        if (copy := self._copy(shard)) is not None:
+            try:
+                read_fully(copy, buffer, offset)
+                return
+            except (OSError, EOFError):  # a copy may go at any time: whoever needs the disk may delete it
+                self._staged.discard(shard)
+        try:
+            read_fully(self.shard_path(shard), buffer, offset)
+        except EOFError:
+            raise ValueError(
+                f"shard {self.shard_path(shard)} has become shorter than its index says: truncated?; "
+                "restore the file, or remove its line from the index and capture again"
+            ) from None
+
+    def _copy(self, shard: int) -> Path | None:
+        """The staged copy of a shard if there is a whole one. Whether one has appeared is looked up at every read."""
+        if self.stage is None:
+            return None
+        copy = self.stage / self._shards[shard]["shard"]
+        if shard not in self._staged:
+            try:
+                if copy.stat().st_size != self.shard_bytes(shard):
+                    return None
+            except OSError:
+                return None
+            self._staged.add(shard)
+        return copy
+
+
+def read_fully(path: Path, buffer: memoryview, offset: int) -> None:
+    """Fill the buffer with the file's bytes from `offset` on; EOFError if it ends before."""
+    with path.open("rb", buffering=0) as file:
+        while buffer:
+            count = os.preadv(file.fileno(), [buffer], offset)
+            if count == 0:
+                raise EOFError
+            buffer, offset = buffer[count:], offset + count
