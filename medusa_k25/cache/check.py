@@ -56,9 +56,10 @@ def document_fault(
             f"{len(lacking)} positions lack a state, the first is {int(lacking[0])} of {T}; only positions before an "
             "answer's last prompt token and the final one may: capture it again without prefix caching"
         )
-    finite_M = torch.isfinite(hidden_MD).all(dim=1)
-    if not finite_M.all():
-        bad = positions_M[~finite_M]
+    # no NaN or Inf is lost in a sum, which takes a thirtieth of the time; only a sum can overflow, too
+    rows = (~hidden_MD.sum(dim=1).isfinite()).nonzero().flatten()
+    bad = positions_M[rows[~hidden_MD[rows].isfinite().all(dim=1)]]
+    if len(bad):
         return f"{len(bad)} states hold NaN or Inf, the first at position {int(bad[0])}; capture it in a wider dtype"
     return None
 
