@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from medusa_k25.cache.check import check_sample, self_check
+from medusa_k25.cache.alignment import self_check
+from medusa_k25.cache.check import check_sample
 from medusa_k25.cache.manifest import STORAGE_DTYPES, Manifest, finished_lines, read_index
 from medusa_k25.cache.shard import Slot, as_bytes, map_tensors, read_header
 
@@ -133,6 +134,19 @@ class Cache:
                 f"cache {self.path} was made with target {facts['name']} ({facts['revision']}), which differs from "
                 f"target {target.name} ({target.revision}) in: {'; '.join(differences)}; pick the target that the "
                 "cache was made with, or capture again"
+            )
+
+    def refuse_other(self, fingerprint: str, what: str) -> None:
+        """ValueError unless `what` was derived from this cache as it is: `fingerprint` is that of the cache it knows.
+
+        A draft vocabulary and a tree are chosen on a cache's training and calibration text; on another cache that text
+        may be the one that is reported on.
+        """
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{what} comes from another cache ({fingerprint[:16]}) than {self.path} is now ({self.fingerprint[:16]}"
+                "; it has grown, or is another): name the cache it was made from, train anew, or set "
+                "allow_other_cache=true if none of this held-out text was trained on"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -220,10 +221,13 @@ class CacheWriter:
             temporary.unlink(missing_ok=True)
             (self.path / name).unlink(missing_ok=True)
             size = sum(piece.nbytes for column in pieces.values() for piece in column)
+            free = shutil.disk_usage(self.path).free
             raise OSError(
                 error.errno,
-                f"cannot store {name} ({size / 1e6:,.1f} MB) in {self.path}: {error.strerror}. The {self._next} shards "
-                f"before it are safe; free some space and run the same command again, it continues after them",
+                f"cannot store {name} ({size / 1e6:,.1f} MB) in {self.path}: {error.strerror}, {free / 1e6:,.1f} MB "
+                f"are free there. The {self._next} shards before it are safe; free at least {size / 1e6:,.1f} MB a "
+                "shard that is to come, or move the whole folder to a larger disk, and run the same command again: it "
+                "continues after them",
             ) from error
         self._next += 1
         self._documents, self._columns = [], []
