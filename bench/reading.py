@@ -1,7 +1,9 @@
 """How fast training reads a cache, and what memory that takes: python -m bench.reading
 
-- speed: windows of 64 positions of D=7168 in bf16, in random order, labels included (`data.windows.Windows`), against
-  `cat` of the same files, in turns and from the page cache; the median of the ratios of each round.
+- speed, against `cat` of the same files, in turns, of windows of 64 positions of D=7168 in bf16 in random order: the
+  states alone (`read_rows` into one buffer), and whole training batches (`Windows`: fresh memory, labels). Once from
+  the disk (dropped from the page cache before; a virtual disk may have a cache of its own), once from the page cache.
+  Ratios are medians over those of each round; CPU time is what to look at on a busy machine.
 - memory: RssAnon, which no file backs, of a fresh process that opens a small and a large cache and reads as many
   windows of each. Their states are holes in sparse files: they take no place on the disk.
 """
@@ -9,16 +11,18 @@
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from bench.cache_reader import anonymous_mb, write_cache
+from bench.cache_reader import anonymous_mb, drop_from_page_cache, write_cache
 from medusa_k25.cache import Cache
 from medusa_k25.cache.manifest import sealed_line
 from medusa_k25.data.sampler import Share
@@ -36,21 +40,46 @@ def read(windows: Windows, count: int) -> int:
     )
 
 
+def read_states(windows: Windows, buffer_ND: torch.Tensor) -> None:
+    """The rows of all windows, in random order, into one buffer."""
+    for window in random.Random(0).sample(range(len(windows)), len(windows)):
+        for run, start, stop in windows.pieces(window):
+            windows.cache.read_rows(run.document.shard, start, stop, buffer_ND[: stop - start])
+
+
+def cpu_s() -> float:
+    """Of this process and those that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def compare(path: Path, hidden_size: int, gigabytes: float, rounds: int) -> None:
     cache = write_cache(path, "bfloat16", hidden_size, gigabytes * 1e9)
     windows = Windows(cache, cache.documents, WINDOW, K)
-    size = sum(cache.shard_bytes(shard) for shard in range(cache.num_shards))
-    print(f"{size / 1e6:,.0f} MB, {len(windows):,} windows of {WINDOW} positions x {hidden_size} in bf16")
-    speeds: dict[str, list[float]] = {"windows": [], "cat": []}
-    for number in range(rounds):
-        start = time.perf_counter()
-        speeds["windows"].append(read(windows, len(windows)) / 1e6 / (time.perf_counter() - start))
-        start = time.perf_counter()
-        subprocess.run("cat -- * > /dev/null", shell=True, check=True, cwd=path / "shards")
-        speeds["cat"].append(size / 1e6 / (time.perf_counter() - start))
-        print(f"  round {number + 1:2}   " + "  ".join(f"{name} {v[-1]:,.0f} MB/s" for name, v in speeds.items()))
-    ratio = median(own / cat for own, cat in zip(*speeds.values(), strict=True))
-    print(f"  medians    " + "  ".join(f"{k} {median(v):,.0f} MB/s" for k, v in speeds.items()) + f"; ratio {ratio:.2f}")
+    files = sum(cache.shard_bytes(shard) for shard in range(cache.num_shards))
+    states = windows.num_positions * hidden_size * 2
+    print(f"{files / 1e6:,.0f} MB, {len(windows):,} windows of {WINDOW} positions x {hidden_size} in bf16")
+    buffer_ND = torch.zeros(WINDOW, hidden_size, dtype=torch.bfloat16)
+    readers: dict[str, tuple[int, Callable[[], object]]] = {
+        "cat": (files, lambda: subprocess.run("cat -- * > /dev/null", shell=True, check=True, cwd=path / "shards")),
+        "states": (states, lambda: read_states(windows, buffer_ND)),
+        "batches": (states, lambda: read(windows, len(windows))),
+    }
+    for place in ("the disk", "the page cache"):
+        speeds: dict[str, list[float]] = {name: [] for name in readers}
+        cpu: dict[str, list[float]] = {name: [] for name in readers}
+        for _ in range(rounds):
+            for name, (size, reader) in readers.items():
+                if place == "the disk":
+                    drop_from_page_cache([cache.shard_path(shard) for shard in range(cache.num_shards)])
+                start, cpu_start = time.perf_counter(), cpu_s()
+                reader()
+                speeds[name].append(size / 1e6 / (time.perf_counter() - start))
+                cpu[name].append((cpu_s() - cpu_start) / size * 1e9)
+        print(f"  from {place}, medians of {rounds} rounds")
+        for name, values in speeds.items():
+            ratio = median(own / cat for own, cat in zip(values, speeds["cat"], strict=True))
+            seconds = median(cpu[name])
+            print(f"    {name:8} {median(values):6,.0f} MB/s, {ratio:.0%} of cat; CPU {seconds:.2f} s/GB", flush=True)
 
 
 def make_sparse(path: Path, num_bytes: float, hidden_size: int) -> Cache:
@@ -89,7 +118,9 @@ def compare_memory(scratch: Path, hidden_size: int, sizes_gb: list[float], count
         total = sum(cache.shard_bytes(shard) for shard in range(cache.num_shards))
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
             rss_mb, num_bytes = fresh.apply(memory_of_reading, (cache.path, count))
-        print(f"  {total / 1e9:5.1f} GB in {cache.num_shards:3} shards, {num_bytes / 1e9:.1f} GB read: {rss_mb:,.0f} MB")
+        print(
+            f"  {total / 1e9:5.1f} GB in {cache.num_shards:3} shards, {num_bytes / 1e9:.1f} GB read: {rss_mb:,.0f} MB"
+        )
         found.append(rss_mb)
     print(f"  RssAnon of the largest / of the smallest: {found[-1] / found[0]:.3f}", flush=True)
 
