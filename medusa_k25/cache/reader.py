@@ -143,6 +143,9 @@ class Cache:
     def shard_sha256(self, shard: int) -> str:
         return self._shards[shard]["sha256"]
 
+    def shard_bytes(self, shard: int) -> int:
+        return self._shards[shard]["bytes"]
+
     def _map(self, shard: int) -> dict[str, Tensor]:
         if shard not in self._mapped:
             self._mapped[shard] = map_tensors(self.shard_path(shard), self._slots[shard])
