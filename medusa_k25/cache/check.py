@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medusa_k25.cache.manifest import finished_lines, is_sealed
 from medusa_k25.cache.shard import Slot, read_header
 
 if TYPE_CHECKING:
@@ -181,6 +182,19 @@ def scan(path: Path, slots: Mapping[str, Slot]) -> tuple[str, bool]:
                     finite = bool(np.left_shift(bits, 1, out=out).max() < limit)
             offset += count
     return digest.hexdigest(), finite
+
+
+def index_faults(cache: "Cache") -> dict[str, list[str]]:
+    """Index file -> what is wrong with its end; the lines before it were checked when the cache was opened.
+
+    A last line without a newline is one that its writer did not finish, and counts for nothing; unless it is whole.
+    """
+    found = {}
+    for file in sorted((cache.path / "index").glob("*.jsonl")):
+        content = file.read_bytes()
+        if is_sealed(content[len(finished_lines(content)) : -1]):
+            found[str(file)] = ["the last byte has changed since it was written: expected a newline"]
+    return found
 
 
 def unlisted_files(cache: "Cache") -> list[Path]:
