@@ -68,11 +68,19 @@ def share(part: int, whole: int) -> str:
 
 
 def alignment_lines(check: Mapping[str, float]) -> list[str]:
+    expected = check["expected_agreement"]
     return [
         f"{'self-check':<20} at {check['positions']:,} positions the states predict the next token "
         f"{check['agreement']:.1%} of the time, the current one {check['agreement_with_current']:.1%}, the one after "
         f"the next {check['agreement_with_second']:.1%}, the next with one norm less "
         f"{check['agreement_other_norm']:.1%}",
+        f"{'':<20} "
+        + (
+            "how often the next should be is not known"
+            if expected is None
+            else f"{expected:.1%} are expected of the next"
+        )
+        + ", by temperature and top-p",
         f"{'':<20} RMS(h / norm weight) is {check['rms_low']:.4f} to {check['rms_high']:.4f}; 1 after the final norm",
     ]
 
@@ -85,9 +93,10 @@ def fp8_lines(fp8: Mapping[str, Any]) -> list[str]:
             f"{fp8['same_argmax']:.2%} keep their most likely token"
         )
     for k, head in enumerate(fp8.get("heads", ()), start=1):
+        change = f"{head['points']:+.2f} points, standard error {head['points_error']:.2f}"
         lines.append(
-            f"{f'  head {k}':<20} top-1 {head['top1']:.2%} -> {head['top1_fp8']:.2%} ({head['points']:+.2f} points: "
-            f"{head['gained']} gained, {head['lost']} lost of {head['labels']:,} held-out labels)"
+            f"{f'  head {k}':<20} top-1 {head['top1']:.2%} -> {head['top1_fp8']:.2%} ({change}: {head['gained']} gained, "
+            f"{head['lost']} lost of {head['labels']:,} held-out labels)"
         )
     return lines + [f"{'' if lines else 'as fp8':<20} {fp8['note']}"]
 
@@ -193,13 +202,17 @@ def _fp8_table(heads: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{head['labels']:,}",
             f"{head['top1']:.2%}",
             f"{head['top1_fp8']:.2%}",
-            f"{head['points']:+.2f}",
+            f"{head['points']:+.2f} ± {head['points_error']:.2f}",
             f"{head['gained']:,}",
             f"{head['lost']:,}",
         ]
         for k, head in enumerate(heads, start=1)
     ]
-    return [table(("", "held-out labels", "top-1 as stored", "top-1 as fp8", "points", "gained", "lost"), rows)]
+    return [
+        table(
+            ("", "held-out labels", "top-1 as stored", "top-1 as fp8", "points, standard error", "gained", "lost"), rows
+        )
+    ]
 
 
 def _sample(sample: Mapping[str, Any]) -> str:

@@ -139,6 +139,7 @@ def fp8_cost(cache: Cache, target: Target, checkpoints: Path, which: str | int) 
                 "top1": head.hits / max(head.labels, 1),
                 "top1_fp8": (head.hits + head.gained - head.lost) / max(head.labels, 1),
                 "points": head.points,
+                "points_error": head.points_error,
             }
             for head in costs
         ],

@@ -6,7 +6,7 @@ import torch
 from medusa_k25 import fp8_cost
 from medusa_k25.cache import Cache, CacheWriter
 from medusa_k25.data.windows import documents_of
-from medusa_k25.fp8_cost import argmax_agreement, argmax_tokens, head_costs, rounded
+from medusa_k25.fp8_cost import argmax_agreement, head_costs, rounded
 from medusa_k25.replay import answer_ranks
 from tests.test_decode import fitted_heads, vocabulary_of
 from tests.tiny import cache_of
@@ -40,14 +40,6 @@ def narrow(wide, tiny_llama, tmp_path_factory):
 def test_rounded_states_are_those_of_an_fp8_cache(wide, narrow):
     for one, other in zip(wide.documents, narrow.documents, strict=True):
         assert torch.equal(rounded(wide.states(one)[0]), narrow.states(other)[0])
-
-
-def test_the_best_token_is_found_a_block_at_a_time(monkeypatch):
-    states_ND, lm_head_VD = torch.randn(50, 8), torch.randn(33, 8)
-    expected_N = (states_ND @ lm_head_VD.T).argmax(dim=1)
-    for elements in (8, 40, 2**24):
-        monkeypatch.setattr(fp8_cost, "BLOCK_ELEMENTS", elements)
-        assert torch.equal(argmax_tokens(states_ND, lm_head_VD), expected_N)
 
 
 def test_agreement_is_that_of_the_two_caches(wide, narrow, tiny_llama, monkeypatch):

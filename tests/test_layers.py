@@ -13,7 +13,16 @@ LAYERS = {
     "package": ["", "data.splits"],  # data.splits: one hash, which generation asks too
     "target": ["target", "target_builders", "conversations"],
     "cache": [
-        *("cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"),
+        *(
+            "cache",
+            "cache.manifest",
+            "cache.shard",
+            "cache.check",
+            "cache.alignment",
+            "cache.reader",
+            "cache.writer",
+            "cache.capture",
+        ),
         "cache.record_client",
     ],
     "data": ["data", "data.labels", "data.windows", "data.contents", "data.sampler", "data.datamodule"],

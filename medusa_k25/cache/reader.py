@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from medusa_k25.cache.check import check_sample, self_check
+from medusa_k25.cache.alignment import self_check
+from medusa_k25.cache.check import check_sample
 from medusa_k25.cache.manifest import STORAGE_DTYPES, Manifest, finished_lines, read_index
 from medusa_k25.cache.shard import Slot, as_bytes, map_tensors, read_header
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from tqdm import tqdm
 
+from medusa_k25.cache.alignment import self_check
 from medusa_k25.cache.capture import (
     Answers,
     CaptureReport,
@@ -27,7 +28,6 @@ from medusa_k25.cache.capture import (
     row_length,
     stored_ids,
 )
-from medusa_k25.cache.check import self_check
 from medusa_k25.cache.reader import Cache
 from medusa_k25.target import Target
 
