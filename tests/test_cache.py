@@ -818,7 +818,7 @@ def test_states_too_sure_of_their_text_are_refused(texts: Texts, tmp_path: Path)
 
 
 def test_text_of_unknown_sampling_passes(texts: Texts, tmp_path: Path) -> None:
-    cache = replace(texts, sampling={}).capture(tmp_path, texts.after_BTD)
+    cache = replace(texts, sampling={"temperature": None, "top_p": None}).capture(tmp_path, texts.after_BTD)
     assert self_check(cache, texts.target).expected_agreement is None
 
 

@@ -9,6 +9,7 @@
 Letters: N sampled positions, D hidden, V vocab, B rows of a block of lm_head, C candidate tokens a position.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,10 +100,8 @@ def predicts(ranks_N3: Tensor, offset: int) -> bool:
     return all(far_better(ranks_N3[:, offset], ranks_N3[:, other]) for other in range(3) if other != offset)
 
 
-def temperature_of(sampling: dict[str, Any]) -> float:
-    """NaN where a document does not say at which temperature its answer was sampled."""
-    temperature = sampling.get("temperature")
-    return float(temperature) if isinstance(temperature, int | float) else float("nan")
+def number(value: Any, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) else otherwise
 
 
 def sample_answers(cache: "Cache", max_positions: int, max_documents: int) -> Sample:
@@ -125,8 +124,8 @@ def sample_answers(cache: "Cache", max_positions: int, max_documents: int) -> Sa
             row = document.row_start + int(rows[usable[i]])
             states.append(cache.read_rows(document.shard, row, row + 1).float())
             tokens.append(tokens_R3[usable[i]])
-            temperatures.append(temperature_of(document.sampling))
-            top_ps.append(float(document.sampling.get("top_p", 1.0)))
+            temperatures.append(number(document.sampling.get("temperature"), math.nan))
+            top_ps.append(number(document.sampling.get("top_p"), 1.0))
     if not states:
         why = "repeats one token" if labels else "is empty"
         raise ValueError(
