@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_k25.chat import bracketed
 from medusa_k25.page import html_page, new_axes, picture, table, tile
 from medusa_k25.report import read_report
 
@@ -49,7 +50,7 @@ def summary(section: Mapping[str, Any]) -> str:
         f"{'repetition':<20} {share(total['loops'], total['answers'])} of the answers end in a loop",
         f"{'length limit':<20} {share(total['cut'], total['documents'])} of the documents are cut by it",
         f"{'duplicates':<20} {twice['documents']:,} of {total['documents']:,} documents share their prompt with others "
-        f"({twice['prompts']:,} prompts), {twice['straddling']:,} with one in another split",
+        f"({twice['prompts']:,} prompts), {twice['left_out']:,} are left out for one in another split",
         "",
         "documents by how their text was made",
     ]
@@ -58,8 +59,8 @@ def summary(section: Mapping[str, Any]) -> str:
         lines.append(f"{aspect:<20} {values}")
     lines += ["", *alignment_lines(section["self_check"]), *fp8_lines(section["fp8"])]
     for sample in section["samples"]:
-        text = "".join(f"[[{text}]]" if kept else text for kept, text in sample["pieces"])
-        lines += ["", f"document {sample['id']!r} ({sample['split']}), [[answers in brackets]]:", text]
+        lines += ["", f"document {sample['id']!r} ({sample['split']}), [[answers in brackets]]:"]
+        lines.append(bracketed(sample["pieces"]))
     return "\n".join(lines)
 
 
@@ -86,26 +87,32 @@ def alignment_lines(check: Mapping[str, float]) -> list[str]:
 
 
 def fp8_lines(fp8: Mapping[str, Any]) -> list[str]:
-    lines = []
-    if "same_argmax" in fp8:
-        lines.append(
-            f"{'as fp8':<20} the states would take {fp8['size']:.1%} of their bytes; at {fp8['positions']:,} positions "
-            f"{fp8['same_argmax']:.2%} keep their most likely token"
-        )
+    *size, note = fp8_sentences(fp8)
+    lines = [f"{'as fp8':<20} {sentence}" for sentence in size]
     for k, head in enumerate(fp8.get("heads", ()), start=1):
         change = f"{head['points']:+.2f} points, standard error {head['points_error']:.2f}"
         lines.append(
-            f"{f'  head {k}':<20} top-1 {head['top1']:.2%} -> {head['top1_fp8']:.2%} ({change}: {head['gained']} gained, "
-            f"{head['lost']} lost of {head['labels']:,} held-out labels)"
+            f"{f'  head {k}':<20} top-1 {head['top1']:.2%} -> {head['top1_fp8']:.2%} ({change}: "
+            f"{head['gained']} gained, {head['lost']} lost of {head['labels']:,} held-out labels)"
         )
-    return lines + [f"{'' if lines else 'as fp8':<20} {fp8['note']}"]
+    return lines + [f"{'' if lines else 'as fp8':<20} {note}"]
+
+
+def fp8_sentences(fp8: Mapping[str, Any]) -> list[str]:
+    if "same_argmax" not in fp8:
+        return [fp8["note"]]
+    return [
+        f"the states would take {fp8['size']:.1%} of their bytes; at {fp8['positions']:,} positions "
+        f"{fp8['same_argmax']:.2%} keep their most likely token",
+        fp8["note"],
+    ]
 
 
 def write_cache_page(run_dir: Path) -> Path:
     """inspect.html from the run's report.json: one file, no network, pictures inside."""
     section = read_report(run_dir)["inspect"]
     total, check, fp8 = section["total"], section["self_check"], section["fp8"]
-    shards = f"{section['shards']:,} shards"
+    checked = "every byte is as it was written" if section["verify"] == "full" else "a sample was checked"
     tiles = [
         tile("documents", f"{total['documents']:,}", f"{section['duplicates']['prompts']:,} different prompts"),
         tile("tokens", compact(total["tokens"]), f"{compact(total['answer_tokens'])} of them in answers"),
@@ -116,10 +123,6 @@ def write_cache_page(run_dir: Path) -> Path:
         tile("end in a loop", share(total["loops"], total["answers"]), f"{total['loops']:,} answers"),
         tile("cut by the limit", share(total["cut"], total["documents"]), f"{total['cut']:,} documents"),
     ]
-    if section["verify"] == "full":
-        tiles.append(tile("re-hashed", shards, "every byte is as it was written"))
-    else:
-        tiles.append(tile("looked at", shards, "sampled; verify=full re-hashes them"))
     pictures = [
         picture(draw_histogram(bars, name), f"{name.capitalize()} lengths. {_quantiles(section['lengths'][name])}")
         for name, bars in section["histograms"].items()
@@ -131,9 +134,13 @@ def write_cache_page(run_dir: Path) -> Path:
             "the next, with one final norm less.",
         )
     )
-    pictures.append(picture(draw_counts(_documents(section["splits"])), "Documents by split."))
-    pictures.append(picture(draw_counts(_documents(section["labels"])), "Documents by label."))
-    pictures.append(picture(draw_counts(section["origins"].get("sampling", {})), "Documents by how they were sampled."))
+    named = {
+        "split": _documents(section["splits"]),
+        "label": _documents(section["labels"]),
+        "sampling": section["origins"].get("sampling", {}),
+        "mode": section["origins"].get("mode", {}),
+    }
+    pictures += [picture(draw_counts(some), f"Documents by {what}.") for what, some in named.items() if len(some) > 1]
     if fp8.get("heads"):
         pictures.append(picture(draw_fp8(fp8["heads"]), "Top-1 accuracy of each head on held-out text; paired labels."))
     target = section["target"]
@@ -142,7 +149,7 @@ def write_cache_page(run_dir: Path) -> Path:
             f"<h1>{html.escape(section['cache'])}</h1>",
             f'<p class="note">{html.escape(target["name"])} ({html.escape(target["revision"])}), states by '
             f"{html.escape(section['engine'])}, {html.escape(section['created'])}; fingerprint "
-            f"{section['fingerprint'][:16]}</p>",
+            f"{section['fingerprint'][:16]}; {section['shards']:,} shards, {checked}</p>",
             f'<div class="tiles">{"".join(tiles)}</div>',
             f'<div class="pictures">{"".join(pictures)}</div>',
             "<h2>By split</h2>",
@@ -150,9 +157,9 @@ def write_cache_page(run_dir: Path) -> Path:
             "<h2>By label</h2>",
             table(("label", *COLUMNS), [[name, *_cells(part)] for name, part in section["labels"].items()]),
             "<h2>How the text was made</h2>",
-            table(("", "value", "documents", "share"), _origin_rows(section["origins"], total["documents"])),
+            table(("", "documents", "share"), _origin_rows(section["origins"], total["documents"])),
             "<h2>What storing as fp8 would cost</h2>",
-            f"<p>{html.escape(' '.join(' '.join(fp8_lines(fp8 | {'heads': []})).split()))}</p>",
+            *(f"<p>{html.escape(sentence)}</p>" for sentence in fp8_sentences(fp8)),
             *_fp8_table(fp8.get("heads", [])),
             "<h2>Samples</h2>",
             '<p class="note">What the loss mask keeps is marked: heads learn to predict these tokens.</p>',
@@ -187,9 +194,9 @@ def _with_total(section: Mapping[str, Any]) -> dict[str, Mapping[str, int]]:
 
 def _origin_rows(origins: Mapping[str, Mapping[str, int]], documents: int) -> list[list[str]]:
     return [
-        [aspect if first else "", html.escape(value), f"{count:,}", share(count, documents)]
+        [f"{aspect}: {value}", f"{count:,}", share(count, documents)]
         for aspect, counts in origins.items()
-        for first, (value, count) in zip([True] + [False] * len(counts), counts.items(), strict=False)
+        for value, count in counts.items()
     ]
 
 
@@ -258,8 +265,9 @@ def draw_counts(counts: Mapping[str, int]) -> "Figure":
         bars = {**bars, f"({len(counts) - len(bars)} others)": rest}
     figure, axes = new_axes()
     names = [name if len(name) <= 44 else name[:43] + "…" for name in bars]
-    drawn = axes.barh(range(len(bars)), list(bars.values()), color=BLUE, height=min(0.8, 0.2 * len(bars)))
+    drawn = axes.barh(range(len(bars)), list(bars.values()), color=BLUE, height=0.7)
     axes.set_yticks(range(len(bars)), names)
+    axes.set_ylim(-0.6, max(len(bars), 4) - 0.4)  # few bars stay slim
     axes.bar_label(drawn, [f" {count:,}" for count in bars.values()])
     _only_names(axes, 1.2 * max([1, *bars.values()]))
     return figure

@@ -19,10 +19,11 @@ from tqdm import tqdm
 from medusa_k25.cache import Cache, self_check, verify
 from medusa_k25.cache.check import check_sample, index_faults, spread, unlisted_files
 from medusa_k25.cache_report import summary, write_cache_page
+from medusa_k25.chat import pieces
 from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.conversations import default_device
-from medusa_k25.data.contents import Census, Histogram, Lengths, pieces
+from medusa_k25.data.contents import Census, Histogram, Lengths, first_answer
 from medusa_k25.data.splits import split_of
 from medusa_k25.data.windows import documents_of
 from medusa_k25.fp8_cost import argmax_agreement, head_costs
@@ -159,7 +160,7 @@ def samples(cache: Cache, target: Target) -> list[dict[str, Any]]:
         {
             "id": document.id,
             "split": split_of(document.group, document.hash),
-            "pieces": pieces(cache, document, tokenizer),
+            "pieces": pieces(*first_answer(cache, document), tokenizer),
         }
         for document in some
     ]

@@ -18,11 +18,11 @@ from medusa_k25.data.contents import (
     Lengths,
     answer_spans,
     end_in_loop,
-    pieces,
+    first_answer,
     tails,
 )
 from medusa_k25.data.splits import SPLITS, split_of
-from tests.test_cache import STUB, V, make_document
+from tests.test_cache import STUB, make_document
 from tests.tiny import cache_of
 
 
@@ -136,14 +136,16 @@ def test_equal_prompts_are_counted_and_those_in_two_splits(tmp_path: Path) -> No
             document("f", [3, 3], None),
         ],
     )
-    assert Census(cache).duplicates() == Duplicates(prompts=3, documents=5, straddling=3)
+    assert Census(cache).duplicates() == Duplicates(prompts=3, documents=5, left_out=2)
 
 
 def test_origins_are_counted_by_aspect(tmp_path: Path) -> None:
     origin = {"engine": "sglang 0.5.23", "quantisation": "int4", "thinking": True, "tools": False, "ids": "generated"}
     documents = [make_document(f"d{i}", seed=i) | {"origin": origin} for i in range(3)]
     documents.append(make_document("instant") | {"origin": origin | {"thinking": False, "ids": "rendered"}})
-    documents.append(make_document("old") | {"origin": {}, "finish_reason": "length", "dtype": "bfloat16"})
+    unknown = {"mode": "unknown", "temperature": None, "top_p": None}
+    old = {"origin": {}, "sampling": unknown, "finish_reason": "length", "dtype": "bfloat16"}
+    documents.append(make_document("old") | old)
     origins = Census(write(tmp_path, documents)).origins()
     assert origins["engine"] == {"sglang 0.5.23": 4, "unknown": 1}
     assert origins["mode"] == {"thinking": 3, "instant": 1, "unknown, or has none": 1}
@@ -152,14 +154,14 @@ def test_origins_are_counted_by_aspect(tmp_path: Path) -> None:
     assert origins["quantisation"] == {"int4": 4, "unknown": 1}
     assert origins["dtype"] == {"float32": 4, "bfloat16": 1}
     assert origins["finish reason"] == {"stop": 4, "length": 1}
-    assert origins["sampling"] == {"mode greedy, temperature 0.0, top_p 1.0": 5}
+    assert origins["sampling"] == {"greedy": 4, "unknown": 1}
 
 
 def test_the_rarest_values_are_added_up(tmp_path: Path) -> None:
-    documents = [make_document(f"d{i}") | {"sampling": {"temperature": min(i, 30)}} for i in range(40)]
+    documents = [make_document(f"d{i}") | {"sampling": {"temperature": min(i, 30), "top_p": 0.9}} for i in range(40)]
     sampling = Census(write(tmp_path, documents)).origins()["sampling"]
     assert len(sampling) == MOST_VALUES + 1 and sum(sampling.values()) == 40
-    assert sampling["temperature 30"] == 10 and list(sampling)[-1] == "(others)"
+    assert sampling["temperature 30, top-p 0.9"] == 10 and list(sampling)[-1] == "(others)"
 
 
 def test_an_empty_cache_holds_nothing(tmp_path: Path) -> None:
@@ -178,21 +180,12 @@ def test_lengths_and_histograms() -> None:
     assert (Lengths.of(lengths[:0]), Histogram.of(lengths[:0])) == (Lengths(0, 0, 0), Histogram(1, []))
 
 
-class Spaces:
-    def decode(self, ids: torch.Tensor) -> str:
-        return "".join(f"<{int(id)}>" for id in ids)
-
-
-def test_a_sample_is_cut_where_the_mask_changes(tmp_path: Path) -> None:
+def test_a_sample_surrounds_the_start_of_the_first_answer(tmp_path: Path) -> None:
     document = make_document("a", T=20, prompt_length=10)
     document["token_ids_T"] = torch.arange(20)
     document["loss_mask_T"][13:15] = False
     cache = write(tmp_path, [document])
-    assert pieces(cache, cache.documents[0], Spaces(), before=2, after=6) == [
-        (False, "<8><9>"),
-        (True, "<10><11><12>"),
-        (False, "<13><14>"),
-        (True, "<15>"),
-    ]
-    whole = pieces(cache, cache.documents[0], None)
-    assert " ".join(text for _, text in whole) == " ".join(map(str, range(20))) and max(range(20)) < V
+    ids, mask = first_answer(cache, cache.documents[0], before=2, after=6)
+    assert ids.tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert mask.tolist() == [False, False, True, True, True, False, False, True]
+    assert first_answer(cache, cache.documents[0])[0].tolist() == list(range(20))

@@ -8,14 +8,14 @@ Letters: N documents, A answers, T tokens.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa_k25.cache import Cache, Document
+from medusa_k25.conversations import LIMIT
 from medusa_k25.data.splits import SPLITS, split_of
+from medusa_k25.data.windows import documents_of
 
 LOOP_TAIL = 56  # tokens of an answer that decide whether it ends in a loop: 32 of a pattern and 24 that repeat it
 MOST_VALUES = 20  # of one aspect of the origin that are shown; the rest is added up
@@ -72,14 +72,14 @@ class Duplicates:
 
     prompts: int  # different ones
     documents: int  # whose prompt another document has, too
-    straddling: int  # whose prompt stands in another split, too
+    left_out: int  # by `documents_of`, because another split reports on their prompt
 
 
 class Census:
     """One pass over the ids and masks of a cache; `of` then adds up any choice of documents."""
 
     def __init__(self, cache: Cache) -> None:
-        self.documents = cache.documents
+        self.cache, self.documents = cache, cache.documents
         state_bytes = cache.hidden_size * cache.storage_dtype.itemsize
         if cache.storage_dtype == torch.float8_e4m3fn:
             state_bytes += 4  # its scale
@@ -88,7 +88,7 @@ class Census:
         self.lengths_N = torch.tensor([document.length for document in self.documents], dtype=torch.long)
         self.prompts_N = torch.tensor([document.prompt_length for document in self.documents], dtype=torch.long)
         self.states_N = torch.tensor([d.row_stop - d.row_start for d in self.documents], dtype=torch.long)
-        self.cut_N = torch.tensor([document.finish_reason == "length" for document in self.documents])
+        self.cut_N = torch.tensor([document.finish_reason == LIMIT for document in self.documents])
 
         firsts: list[int] = [0] * (cache.num_shards + 1)  # documents before each shard
         for document in self.documents:
@@ -141,14 +141,11 @@ class Census:
         return {name: self.of(numbers_N == i) for name, i in number.items()}
 
     def duplicates(self) -> Duplicates:
-        count: Counter[str] = Counter(document.hash for document in self.documents)
-        splits: dict[str, set[str]] = {}
-        for document, split in zip(self.documents, self.splits_N, strict=True):
-            splits.setdefault(document.hash, set()).add(split)
+        count = Counter(document.hash for document in self.documents)
         return Duplicates(
             prompts=len(count),
             documents=sum(number for number in count.values() if number > 1),
-            straddling=sum(number for prompt, number in count.items() if len(splits[prompt]) > 1),
+            left_out=len(self.documents) - sum(len(documents_of(self.cache, split)) for split in SPLITS),
         )
 
     def origins(self) -> dict[str, dict[str, int]]:
@@ -166,7 +163,7 @@ class Census:
 
 
 def origin_of(document: Document) -> dict[str, str]:
-    origin, sampling = document.origin, document.sampling
+    origin = document.origin
     return {
         "engine": str(origin.get("engine") or "unknown"),
         "quantisation": str(origin.get("quantisation") or "unknown"),
@@ -174,9 +171,16 @@ def origin_of(document: Document) -> dict[str, str]:
         "mode": {True: "thinking", False: "instant"}.get(origin.get("thinking"), "unknown, or has none"),
         "tools": {True: "with tools", False: "without tools"}.get(origin.get("tools"), "unknown"),
         "token ids": str(origin.get("ids") or "unknown"),
-        "sampling": ", ".join(f"{key} {value}" for key, value in sorted(sampling.items())) or "unknown",
+        "sampling": sampling_of(document),
         "finish reason": document.finish_reason,
     }
+
+
+def sampling_of(document: Document) -> str:
+    temperature, top_p = document.sampling.get("temperature"), document.sampling.get("top_p")
+    if temperature is None:
+        return "unknown"
+    return "greedy" if temperature == 0 else f"temperature {temperature}, top-p {top_p}"
 
 
 def answer_spans(mask_T: Tensor, document_starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,20 +214,10 @@ def end_in_loop(tails_AT: Tensor) -> Tensor:
     return loops_A
 
 
-def pieces(
-    cache: Cache, document: Document, tokenizer: Any, before: int = 64, after: int = 96
-) -> list[tuple[bool, str]]:
-    """The decoded text around the start of a document's first answer, cut where the loss mask changes.
-
-    (whether the mask keeps it, text): at most `before` tokens of the prompt and `after` tokens from the answer on.
-    tokenizer None: the ids instead.
-    """
+def first_answer(cache: Cache, document: Document, before: int = 64, after: int = 96) -> tuple[Tensor, Tensor]:
+    """Ids and mask around the start of a document's first answer: at most `before` tokens of the prompt and `after`
+    tokens from the answer's first on."""
     mask_T = cache.loss_mask(document)
     answer = int(mask_T.int().argmax())
-    start, stop = max(answer - before, 0), min(answer + after, document.length)
-    ids, mask = cache.token_ids(document)[start:stop], mask_T[start:stop]
-    edges = [0, *((mask[1:] != mask[:-1]).nonzero().flatten() + 1).tolist(), len(ids)]
-    return [
-        (bool(mask[a]), " ".join(map(str, ids[a:b].tolist())) if tokenizer is None else tokenizer.decode(ids[a:b]))
-        for a, b in pairwise(edges)
-    ]
+    start, stop = max(answer - before, 0), answer + after
+    return cache.token_ids(document)[start:stop], mask_T[start:stop]
