@@ -186,6 +186,6 @@ def test_a_sample_surrounds_the_start_of_the_first_answer(tmp_path: Path) -> Non
     document["loss_mask_T"][13:15] = False
     cache = write(tmp_path, [document])
     ids, mask = first_answer(cache, cache.documents[0], before=2, after=6)
-    assert ids.tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
-    assert mask.tolist() == [False, False, True, True, True, False, False, True]
-    assert first_answer(cache, cache.documents[0])[0].tolist() == list(range(20))
+    assert ids == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert mask == [False, False, True, True, True, False, False, True]
+    assert first_answer(cache, cache.documents[0])[0] == list(range(20))

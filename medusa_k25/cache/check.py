@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ MAX_DOCUMENTS = 256  # read for a sample
 MAX_THREADS = 16  # that verify shards side by side
 SCAN_BYTES = 2**22  # of a shard that a thread holds: what it hashes is still in its cache when it is looked at
 # a number without its sign bit, shifted out to the left: it is finite below this
-NOT_FINITE = {
+NOT_FINITE: dict[torch.dtype, np.unsignedinteger[Any]] = {
     torch.float32: np.uint32(0xFF << 24),
     torch.bfloat16: np.uint16(0xFF << 8),
     torch.float8_e4m3fn: np.uint8(0x7F << 1),  # has no infinity, and one NaN
@@ -164,7 +164,7 @@ def scan(path: Path, slots: Mapping[str, Slot]) -> tuple[str, bool]:
     """(sha256 of a shard, whether its states are finite), from one pass over the file."""
     digest = hashlib.sha256()
     numbers = [slots[name] for name in ("hidden", "hidden_scales") if name in slots]
-    block, shifted = np.empty(SCAN_BYTES, np.uint8), np.empty(SCAN_BYTES, np.uint8)
+    block, shifted = memoryview(bytearray(SCAN_BYTES)), np.empty(SCAN_BYTES, np.uint8)
     finite, offset = True, 0
     with path.open("rb") as file:
         while count := file.readinto(block):
@@ -173,7 +173,7 @@ def scan(path: Path, slots: Mapping[str, Slot]) -> tuple[str, bool]:
                 start, stop = max(slot.start - offset, 0), min(slot.stop - offset, count)
                 if finite and start < stop:
                     limit = NOT_FINITE[slot.dtype]
-                    bits = block[start:stop].view(limit.dtype)
+                    bits = np.frombuffer(block[start:stop], limit.dtype)
                     out = shifted[: stop - start].view(limit.dtype)
                     finite = bool(np.left_shift(bits, 1, out=out).max() < limit)
             offset += count

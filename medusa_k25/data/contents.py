@@ -168,12 +168,16 @@ def origin_of(document: Document) -> dict[str, str]:
         "engine": str(origin.get("engine") or "unknown"),
         "quantisation": str(origin.get("quantisation") or "unknown"),
         "dtype": document.dtype,
-        "mode": {True: "thinking", False: "instant"}.get(origin.get("thinking"), "unknown, or has none"),
-        "tools": {True: "with tools", False: "without tools"}.get(origin.get("tools"), "unknown"),
+        "mode": _either(origin.get("thinking"), "thinking", "instant", "unknown, or has none"),
+        "tools": _either(origin.get("tools"), "with tools", "without tools", "unknown"),
         "token ids": str(origin.get("ids") or "unknown"),
         "sampling": sampling_of(document),
         "finish reason": document.finish_reason,
     }
+
+
+def _either(flag: bool | None, yes: str, no: str, unknown: str) -> str:
+    return unknown if flag is None else yes if flag else no
 
 
 def sampling_of(document: Document) -> str:
@@ -214,10 +218,10 @@ def end_in_loop(tails_AT: Tensor) -> Tensor:
     return loops_A
 
 
-def first_answer(cache: Cache, document: Document, before: int = 64, after: int = 96) -> tuple[Tensor, Tensor]:
+def first_answer(cache: Cache, document: Document, before: int = 64, after: int = 96) -> tuple[list[int], list[bool]]:
     """Ids and mask around the start of a document's first answer: at most `before` tokens of the prompt and `after`
     tokens from the answer's first on."""
     mask_T = cache.loss_mask(document)
     answer = int(mask_T.int().argmax())
     start, stop = max(answer - before, 0), answer + after
-    return cache.token_ids(document)[start:stop], mask_T[start:stop]
+    return cache.token_ids(document)[start:stop].tolist(), mask_T[start:stop].tolist()
