@@ -361,6 +361,7 @@ from tests.test_cache import *
 with CacheWriter.open(sys.argv[1], STUB, "float32", "test", shard_tokens=1) as writer:
     for i in range(100_000):
         writer.add(**make_document(f"d{i}", T=200, seed=i))
+        writer.flush()
         print(i, flush=True)
 """
 
@@ -484,6 +485,20 @@ def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, large: dict[s
     assert_stored(Cache.open(tmp_path), [good])
     write(tmp_path, [large])  # the same name, once there is space again
     assert_stored(Cache.open(tmp_path), [good, large])
+
+
+def test_a_full_disk_shows_while_documents_are_added(tmp_path: Path) -> None:
+    """A shard is stored while the next is filled, so the error comes with a document after it, and nothing is lost."""
+    documents = [make_document(f"d{i}", T=4000 if i == 1 else 6, seed=i) for i in range(4)]
+    writer = CacheWriter.open(tmp_path, STUB, "float32", "test", shard_tokens=1)
+    with largest_file(20_000):
+        writer.add(**documents[0])
+        writer.add(**documents[1])
+        with pytest.raises(OSError, match="cannot store shards/main-00001"):
+            writer.add(**documents[2])
+    writer.add(**documents[3])  # there is space again
+    writer.close()
+    assert_stored(Cache.open(tmp_path), documents)
 
 
 def test_a_writer_goes_on_when_space_was_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

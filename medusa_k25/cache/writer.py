@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -42,10 +43,53 @@ def quantise(hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
     return (hidden_MD / scales_M[:, None]).to(torch.float8_e4m3fn), scales_M
 
 
+class Accepted:
+    """Documents in memory that will make up a shard.
+
+    Their states lie one after the other in a buffer that is used again: fresh memory costs as much as the disk.
+    """
+
+    def __init__(self, hidden_size: int, storage_dtype: torch.dtype) -> None:
+        self.documents: list[dict[str, Any]] = []
+        self.columns: list[dict[str, Tensor]] = []  # of each document, all but "hidden"
+        self.tokens = 0
+        self.rows = 0
+        self._hidden_RD = torch.empty(0, hidden_size, dtype=storage_dtype)
+
+    def take(self, document: dict[str, Any], columns: dict[str, Tensor], hidden_MD: Tensor) -> None:
+        if self._hidden_RD.dtype == torch.float8_e4m3fn:
+            hidden_MD, columns["hidden_scales"] = quantise(hidden_MD)
+        rows = self.rows + len(hidden_MD)
+        if rows > len(self._hidden_RD):
+            larger_RD = self._hidden_RD.new_empty(max(rows, 2 * len(self._hidden_RD)), self._hidden_RD.shape[1])
+            larger_RD[: self.rows] = self._hidden_RD[: self.rows]
+            self._hidden_RD = larger_RD
+        self._hidden_RD[self.rows : rows] = hidden_MD
+        self.rows = rows
+        self.documents.append(document)
+        self.columns.append(columns)
+        self.tokens += document["length"]
+
+    def pieces(self) -> dict[str, list[Tensor]]:
+        """The columns of the shard, in its order."""
+        starts = torch.tensor([0] + [document["length"] for document in self.documents]).cumsum(0)
+        pieces = {name: [columns[name] for columns in self.columns] for name in self.columns[0]}
+        pieces["document_starts"] = [starts[:-1]]
+        pieces["hidden"] = [self._hidden_RD[: self.rows]]
+        pieces["hidden_positions"] = [p + start for p, start in zip(pieces["hidden_positions"], starts, strict=False)]
+        order = ("document_starts", "hidden_positions", "token_ids", "hidden_scales", "hidden", "loss_mask")
+        return {name: pieces[name] for name in order if name in pieces}
+
+    def clear(self) -> None:
+        self.documents, self.columns = [], []
+        self.tokens = self.rows = 0
+
+
 class CacheWriter:
     """Adds documents to a cache, a shard at a time. One process a writer name; several names may append at once.
 
     Use it as a context manager: on the way out, also through an error, the documents that were accepted are stored.
+    A full shard is stored by a thread while documents of the next are accepted, so up to two shards are in memory.
     """
 
     def __init__(self, path: Path, manifest: Manifest, writer: str, shard_tokens: int) -> None:
@@ -53,13 +97,13 @@ class CacheWriter:
         self.manifest = manifest
         self.writer = writer
         self.shard_tokens = shard_tokens
-        self._documents: list[dict[str, Any]] = []  # accepted, not yet in a shard
-        self._columns: list[dict[str, Tensor]] = []
-        # their states, one after the other; used again for every shard: fresh memory costs as much as the disk
-        self._hidden_RD = torch.empty(0, manifest.hidden_size, dtype=STORAGE_DTYPES[manifest.storage_dtype])
-        self._rows = 0
-        self._tokens = 0
-        self._interrupted = False  # in the middle of storing a shard
+        # the full one is empty once it is stored
+        self._open, self._full = (
+            Accepted(manifest.hidden_size, STORAGE_DTYPES[manifest.storage_dtype]) for _ in range(2)
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache writer")
+        self._storing: Future[None] | None = None  # of the full one
+        self._failed = False  # to store it
         self.manifest_sha256 = manifest_digest(path)
         self._index = self._lock_index()
         try:
@@ -131,7 +175,7 @@ class CacheWriter:
         label: str | None,
         origin: dict[str, Any],
     ) -> None:
-        """Accept a document; it is on disk after the next `flush`.
+        """Accept a document; it is on disk after the next `flush`. OSError as there, for documents before it.
 
         token_ids_T int [T]; loss_mask_T bool [T], True on answer tokens; hidden_MD float [M, D], the states after the
         final norm at positions_M int [M] of the document; prompt_length tokens before the first answer;
@@ -169,47 +213,51 @@ class CacheWriter:
         }
         json.dumps(document)  # what cannot be stored must fail here, not take a whole shard with it
         columns = {"token_ids": ids_T.int(), "loss_mask": mask_T.clone(), "hidden_positions": positions_M.clone()}
-        if self._hidden_RD.dtype == torch.float8_e4m3fn:
-            hidden_MD, columns["hidden_scales"] = quantise(hidden_MD)
-        rows = self._rows + len(hidden_MD)
-        if rows > len(self._hidden_RD):
-            larger_RD = self._hidden_RD.new_empty(max(rows, self.shard_tokens), self.manifest.hidden_size)
-            larger_RD[: self._rows] = self._hidden_RD[: self._rows]
-            self._hidden_RD = larger_RD
-        self._hidden_RD[self._rows : rows] = hidden_MD
-        self._rows = rows
+        self._open.take(document, columns, hidden_MD)
         self.ids.add(id)
-        self._documents.append(document)
-        self._columns.append(columns)
-        self._tokens += len(ids_T)
-        if self._tokens >= self.shard_tokens:
-            self.flush()
+        if self._open.tokens >= self.shard_tokens:
+            self._finish_full()
+            self._store_open()
 
     def flush(self) -> None:
         """Store the accepted documents as a shard. OSError if the disk is full; they then stay accepted."""
-        if not self._documents:
-            return
-        self._interrupted = True
-        starts = torch.tensor([0] + [document["length"] for document in self._documents]).cumsum(0)
-        pieces = {name: [columns[name] for columns in self._columns] for name in self._columns[0]}
-        pieces["document_starts"] = [starts[:-1]]
-        pieces["hidden"] = [self._hidden_RD[: self._rows]]
-        pieces["hidden_positions"] = [p + start for p, start in zip(pieces["hidden_positions"], starts, strict=False)]
-        order = ("document_starts", "hidden_positions", "token_ids", "hidden_scales", "hidden", "loss_mask")
+        self._finish_full()
+        if self._open.documents:
+            self._store_open()
+            self._finish_full()
+
+    def _store_open(self) -> None:
+        """Begin to store what was accepted; what comes from now on goes into the next shard."""
+        self._open, self._full = self._full, self._open
+        self._storing = self._thread.submit(self._store, self._full)
+
+    def _finish_full(self) -> None:
+        """Wait until the full shard is stored, or try it again if it failed."""
+        if self._storing is None and self._full.documents:
+            self._storing = self._thread.submit(self._store, self._full)
+        if self._storing is not None:
+            wait([self._storing])
+            stored, self._storing, self._failed = self._storing, None, True
+            stored.result()
+            self._full.clear()
+            self._failed = False
+
+    def _store(self, accepted: Accepted) -> None:
+        pieces = accepted.pieces()
         name = f"shards/{self.writer}-{self._next:05d}.safetensors"
         temporary = self.path / f"{name}.tmp"
         listed = os.fstat(self._index.fileno()).st_size
         try:
-            size, digest = write_shard(temporary, {column: pieces[column] for column in order if column in pieces})
+            size, digest = write_shard(temporary, pieces)
             temporary.rename(self.path / name)
             sync_folder(self.path / "shards")
             entry = {
                 "shard": name,
                 "sha256": digest,
                 "bytes": size,
-                "tokens": self._tokens,
-                "states": sum(document["states"] for document in self._documents),
-                "documents": self._documents,
+                "tokens": accepted.tokens,
+                "states": accepted.rows,
+                "documents": accepted.documents,
                 "manifest_sha256": self.manifest_sha256,
             }
             line = sealed_line(entry)
@@ -230,16 +278,17 @@ class CacheWriter:
                 "continues after them",
             ) from error
         self._next += 1
-        self._documents, self._columns = [], []
-        self._tokens = self._rows = 0
-        self._interrupted = False
 
     def close(self) -> None:
         """Store what was accepted and give the writer's name free."""
         try:
             self.flush()
         finally:
-            self._index.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._thread.shutdown()
+        self._index.close()
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +296,7 @@ class CacheWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._interrupted:  # a second try would hide the first error, or store documents twice
-            self._index.close()
+        if self._failed:  # a second try would hide the first error
+            self._end()
         else:
             self.close()
