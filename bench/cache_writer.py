@@ -73,6 +73,7 @@ def compare(scratch: Path, hidden_size: int, gigabytes: float, shard_tokens: int
     files = write_texts(scratch / "texts", hidden_size, gigabytes * 1e9)
     size = sum(file.stat().st_size for file in files)
     print(f"{size / 1e6:,.0f} MB of bf16 states x {hidden_size}, shards of {shard_tokens:,} tokens")
+    # an importer of another engine's files belongs here, too: it reads those files and norms their states besides
     ways: dict[str, Callable[[Path], None]] = {
         "copy": lambda out: copy(files, out, shard_tokens // T),
         "CacheWriter": lambda out: store(files, out, hidden_size, shard_tokens),
