@@ -473,7 +473,8 @@ def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, large: dict[s
     with (
         largest_file(20_000),
         pytest.raises(
-            OSError, match="cannot store shards/main-00001.*The 1 shards before it are safe; free some space"
+            OSError,
+            match=r"cannot store shards/main-00001.* MB are free there. The 1 shards before it are safe; free at least",
         ),
         CacheWriter.open(tmp_path, STUB, "float32", "test", shard_tokens=1) as writer,
     ):

@@ -155,16 +155,21 @@ class Windows(Dataset):
         return -(-self.num_positions // self.window)
 
     def __getitem__(self, share: Share) -> Batch:
-        first = self.runs[0].document.shard
-        hidden = [self.cache.read_rows(first, 0, 0)]
-        future = [torch.empty(0, self.num_heads + 1, dtype=torch.long)]
+        pieces = []
         for run, start, stop in (piece for window in share.windows for piece in self.pieces(window)):
             # the last label of an answer of S rows is taught by row S, which has no label itself
             teaching = min(stop + self.num_heads, run.row_stop + 1) if self.teacher_states else stop
-            hidden.append(self.cache.read_rows(run.document.shard, start, teaching))
+            pieces.append((run, start, stop, teaching))
+        no_row = self.cache.read_rows(self.runs[0].document.shard, 0, 0)
+        hidden_ND = no_row.new_empty(sum(teaching - start for _, start, _, teaching in pieces), self.cache.hidden_size)
+        future = [torch.empty(0, self.num_heads + 1, dtype=torch.long)]
+        row = 0
+        for run, start, stop, teaching in pieces:
+            self.cache.read_rows(run.document.shard, start, teaching, hidden_ND[row : row + teaching - start])
             future.append(future_of(self.cache, Run(run.document, start, stop), self.num_heads))
             future.append(torch.full((teaching - stop, self.num_heads + 1), IGNORE))
-        return Batch(torch.cat(hidden), torch.cat(future), share.count_K)
+            row += teaching - start
+        return Batch(hidden_ND, torch.cat(future), share.count_K)
 
     def pieces(self, window: int) -> Iterator[tuple[Run, int, int]]:
         """(run, first row, row behind the last) of the parts of answers that make up a window."""
