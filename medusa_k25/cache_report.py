@@ -70,18 +70,17 @@ def share(part: int, whole: int) -> str:
 
 def alignment_lines(check: Mapping[str, float]) -> list[str]:
     expected = check["expected_agreement"]
+    by_temperature = (
+        "no document says at which temperature it was sampled, so there is no figure to compare with"
+        if expected is None
+        else f"by the temperature of the text it should be the next {expected:.1%} of the time"
+    )
     return [
         f"{'self-check':<20} at {check['positions']:,} positions the states predict the next token "
         f"{check['agreement']:.1%} of the time, the current one {check['agreement_with_current']:.1%}, the one after "
         f"the next {check['agreement_with_second']:.1%}, the next with one norm less "
         f"{check['agreement_other_norm']:.1%}",
-        f"{'':<20} "
-        + (
-            "how often the next should be is not known"
-            if expected is None
-            else f"{expected:.1%} are expected of the next"
-        )
-        + ", by temperature and top-p",
+        f"{'':<20} {by_temperature}",
         f"{'':<20} RMS(h / norm weight) is {check['rms_low']:.4f} to {check['rms_high']:.4f}; 1 after the final norm",
     ]
 

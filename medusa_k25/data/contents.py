@@ -6,8 +6,9 @@ Letters: N documents, A answers, T tokens.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -90,24 +91,26 @@ class Census:
         self.states_N = torch.tensor([d.row_stop - d.row_start for d in self.documents], dtype=torch.long)
         self.cut_N = torch.tensor([document.finish_reason == LIMIT for document in self.documents])
 
-        firsts: list[int] = [0] * (cache.num_shards + 1)  # documents before each shard
-        for document in self.documents:
-            firsts[document.shard + 1] += 1
-        firsts = torch.tensor(firsts).cumsum(0).tolist()
-        owners, lengths, loops = (
-            [torch.empty(0, dtype=torch.long)],
-            [torch.empty(0, dtype=torch.long)],
-            [self.cut_N[:0]],
-        )
-        for shard in range(cache.num_shards):
-            ids_T = cache.shard_token_ids(shard)
-            some = self.documents[firsts[shard] : firsts[shard + 1]]
-            document_starts = torch.tensor([document.start for document in some])
-            starts_A, stops_A = answer_spans(cache.shard_loss_mask(shard), document_starts)
-            owners.append(firsts[shard] + torch.searchsorted(document_starts, starts_A, right=True) - 1)
-            lengths.append(stops_A - starts_A)
-            loops.append(end_in_loop(tails(ids_T, starts_A, stops_A)))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on a busy machine steps this small wait for other threads forty times as long
+        try:
+            parts = list(self._shards())
+        finally:
+            torch.set_num_threads(threads)
+        empty_A = torch.empty(0, dtype=torch.long)
+        owners, lengths, loops = zip((empty_A, empty_A, empty_A.bool()), *parts, strict=True)
         self.owners_A, self.answers_A, self.loops_A = torch.cat(owners), torch.cat(lengths), torch.cat(loops)
+
+    def _shards(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of every answer of a shard: the number of its document, its length, whether it ends in a loop; [A] each."""
+        first = 0
+        for shard, some in groupby(self.documents, key=lambda document: document.shard):
+            document_starts = torch.tensor([document.start for document in some])
+            starts_A, stops_A = answer_spans(self.cache.shard_loss_mask(shard), document_starts)
+            owners_A = first + torch.searchsorted(document_starts, starts_A, right=True) - 1
+            loops_A = end_in_loop(tails(self.cache.shard_token_ids(shard), starts_A, stops_A))
+            yield owners_A, stops_A - starts_A, loops_A
+            first += len(document_starts)
 
     def of(self, chosen_N: Tensor) -> Contents:
         """Of the documents that chosen_N, bool [N], marks."""
