@@ -49,6 +49,7 @@ def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: flo
                 sampling={},
                 dtype="float32",
                 label=None,
+                origin={},
             )
     return Cache.open(path)
 

@@ -491,7 +491,7 @@ def read_conversations(path: str | Path) -> list[dict[str, Any]]:
             raise ValueError(f"{place} lacks {', '.join(sorted(missing))}; is this a file of medusa_k25.generate?")
         if row["id"] in rows:
             raise ValueError(f"{place} repeats the id {row['id']!r}; delete one of the two lines")
-        rows[row["id"]] = row
+        rows[row["id"]] = {"origin": {}} | row
     return list(rows.values())
 
 

@@ -84,7 +84,9 @@ def train(cfg: DictConfig) -> None:
     run_dir = Path(cfg.run_dir)
     # a capture that ended has its section in report.json; a killed one leaves part of a cache
     killed = Path(cfg.cache).is_relative_to(run_dir) and "capture" not in read_report(run_dir)
-    if missing or (cfg.make_missing_inputs and killed and Path(cfg.conversations).exists()):
+    if cfg.dry_run and missing:
+        raise ValueError(f"dry_run=true, but there is no cache at {cfg.cache} to measure; make it, or name another")
+    if missing or (not cfg.dry_run and cfg.make_missing_inputs and killed and Path(cfg.conversations).exists()):
         make_inputs(cfg, target)
     cache = Cache.open(Path(cfg.cache), target)
     checkpoints = run_dir / "checkpoints"
@@ -96,6 +98,9 @@ def train(cfg: DictConfig) -> None:
             f"resume=never, but {run_dir} holds {last.name}; choose another name=, or resume=auto to go on"
         )
     training = build(cfg, target, cache, last)
+    if cfg.dry_run:
+        say(training.summary)
+        return
     claim(run_dir, cfg, target, cache)
     say(training.summary)
 

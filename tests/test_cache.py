@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from medusa_k25.cache import Cache, CacheWriter, self_check, verify
+from medusa_k25.cache.manifest import sealed_line
 from medusa_k25.cache.writer import quantise
 from medusa_k25.target import Target
 
@@ -60,6 +61,7 @@ def make_document(
         "sampling": {"mode": "greedy", "temperature": 0.0, "top_p": 1.0},
         "dtype": "float32",
         "label": None,
+        "origin": {"engine": "test 1.0", "thinking": None},
     }
 
 
@@ -80,7 +82,7 @@ def assert_stored(cache: Cache, documents: list[dict[str, Any]]) -> None:
         assert torch.equal(cache.token_ids(document), wanted["token_ids_T"].int())
         assert torch.equal(cache.loss_mask(document), wanted["loss_mask_T"])
         assert torch.equal(positions_M, wanted["positions_M"])
-        for name in ("group", "prompt_length", "finish_reason", "sampling", "dtype", "label"):
+        for name in ("group", "prompt_length", "finish_reason", "sampling", "dtype", "label", "origin"):
             assert getattr(document, name) == wanted[name]
         stored_dtype = cache.manifest.storage_dtype
         if stored_dtype == "float8_e4m3fn":
@@ -508,6 +510,33 @@ def test_another_target_is_refused_and_both_are_named(tmp_path: Path) -> None:
             Cache.open(tmp_path, replace(STUB, name="other", **change), check=False)
 
 
+def resealed(line: str, **facts: Any) -> bytes:
+    """A line of an index with other facts, whose checksum is right."""
+    entry = json.loads(line) | facts
+    del entry["line_sha256"]
+    return sealed_line(entry)
+
+
+def test_a_changed_manifest_or_index_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [make_document("a"), make_document("b", seed=1)], shard_tokens=1)
+    manifest, index = tmp_path / "manifest.json", tmp_path / "index/main.jsonl"
+    whole = manifest.read_bytes(), index.read_bytes()
+    for replace_in, old, new, message in (
+        (manifest, b'"engine": "test"', b'"engine": "best"', "manifest.json is not the one that .*main.jsonl line 1"),
+        (manifest, b"\n}", b" }", "manifest.json is not the one"),  # the same JSON, too
+        (index, b'"prompt_length": 2', b'"prompt_length": 3', "main.jsonl line 1 is damaged: its checksum differs"),
+        (index, b'"line_sha256": "', b'"Line_sha256": "', "line 1 is damaged"),
+        (index, b"\n", b"\n\n", "line 2 is damaged"),
+    ):
+        replace_in.write_bytes(replace_in.read_bytes().replace(old, new, 1))
+        for refuse in (Cache.open, lambda path: CacheWriter.open(path, STUB, "float32", "test")):
+            with pytest.raises(ValueError, match=message):
+                refuse(tmp_path)
+        manifest.write_bytes(whole[0])
+        index.write_bytes(whole[1])
+    assert len(Cache.open(tmp_path).documents) == 2
+
+
 def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     documents = [make_document("a"), make_document("b", seed=1)]
     write(tmp_path, documents, shard_tokens=1)
@@ -521,7 +550,7 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
         index.write_text("\n".join(lines) + "\n")
 
     def with_index(**facts: Any) -> None:
-        index.write_text(lines[0] + "\n" + json.dumps(json.loads(lines[1]) | facts) + "\n")
+        index.write_bytes(lines[0].encode() + b"\n" + resealed(lines[1], **facts))
 
     file.unlink()
     refused("is missing, but the index lists it")
@@ -546,8 +575,8 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     index.write_text(lines[0] + "\n" + lines[1][:30] + "\n" + lines[1] + "\n")
     with pytest.raises(ValueError, match="index/main.jsonl line 2 is damaged"):
         Cache.open(tmp_path)
-    for line in ("{}", "[]", lines[1].replace('"group"', '"groop"'), lines[1].replace('"tokens"', '"token"')):
-        index.write_text(lines[0] + "\n" + line + "\n")
+    for line in (resealed(lines[1], documents=[facts[0] | {"groop": 1}]), resealed(lines[1], documents=7)):
+        index.write_bytes(lines[0].encode() + b"\n" + line)
         with pytest.raises(ValueError, match="index/main.jsonl line 2 does not describe a shard"):
             Cache.open(tmp_path)
     index.write_text("\n".join(lines) + "\n")
@@ -644,6 +673,7 @@ class Texts:
                     sampling={},
                     dtype="float32",
                     label=None,
+                    origin={},
                 )
         return Cache.open(path, check=False)
 

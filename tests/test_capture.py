@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_k25.cache import Cache, CacheWriter
-from medusa_k25.cache.capture import Capture
+from medusa_k25.cache.capture import Capture, read_answers
 from medusa_k25.conversations import Generator, Prompt, prompt_key, read_conversations
 from medusa_k25.target import Target
 
@@ -126,6 +126,52 @@ def test_more_conversations_are_appended(llama: tuple[Target, Path], tmp_path: P
     assert (report.stored, report.skipped, report.states) == (0, 6, 0)
 
 
+def test_parts_fill_one_cache_and_never_store_twice(llama: tuple[Target, Path], tmp_path: Path) -> None:
+    target, conversations = llama
+    reports = [Capture(part=f"{i}/3").run(target, conversations, tmp_path / "cache") for i in (2, 1, 3)]
+    assert [report.stored for report in reports] == [2, 2, 1]
+    assert {file.stem for file in (tmp_path / "cache/index").iterdir()} == {f"part-{i}-of-3" for i in (1, 2, 3)}
+    again = Capture().run(target, conversations, tmp_path / "cache")  # by another number of parts
+    assert (again.stored, again.skipped) == (0, 5)
+    Capture().run(target, conversations, tmp_path / "whole")
+    parted, whole = Cache.open(tmp_path / "cache", target), Cache.open(tmp_path / "whole", target)
+    states = {document.id: whole.states(document)[0] for document in whole.documents}
+    assert states.keys() == {document.id for document in parted.documents} and len(parted.documents) == 5
+    for document in parted.documents:
+        torch.testing.assert_close(parted.states(document)[0], states[document.id], atol=1e-4, rtol=1e-4)
+
+
+def test_loops_and_cut_answers_are_counted_and_left_out_on_demand(llama: tuple[Target, Path], tmp_path: Path) -> None:
+    target, conversations = llama
+    edit(conversations, "p1", answer_ids=[7, 8] * 20, finish_reason="length")
+    for id in ("p0", "p2", "p3"):
+        edit(conversations, id, finish_reason="stop", answer_ids=[9, 10, 11])
+    edit(conversations, "p4", finish_reason="length", answer_ids=[9, 10, 11])
+
+    def stored(leave_out: list[str], name: str) -> set[str]:
+        with pytest.raises(ValueError, match="not aligned"):  # this is not the target's text
+            Capture(leave_out=leave_out).run(target, conversations, tmp_path / name)
+        return {document.id for document in Cache.open(tmp_path / name).documents}
+
+    assert stored([], "all") == {"p0", "p1", "p2", "p3", "p4"}
+    assert stored(["loop"], "no loops") == {"p0", "p2", "p3", "p4"}
+    assert stored(["loop", "cut"], "whole") == {"p0", "p2", "p3"}
+    counts = read_answers(conversations, target, ["cut"]).counts
+    assert counts == {"failed": 0, "short": 0, "left_out": 2, "loops": 1, "cut": 2}
+    with pytest.raises(ValueError, match="leave_out names loops; expected some of loop, cut"):
+        Capture(leave_out=["loops"])
+
+
+def test_a_dry_run_writes_nothing(
+    llama: tuple[Target, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, conversations = llama
+    states = sum(len(row["answer_ids"]) for row in read_conversations(conversations))
+    Capture().plan(target, conversations, tmp_path / "deep/cache")
+    assert not (tmp_path / "deep").exists()
+    assert f"5 conversations, {states} states x 268 bytes" in capsys.readouterr().out
+
+
 def test_batches_respect_the_budget() -> None:
     rows = [{"id": str(n), "prompt_ids": [1], "answer_ids": [2] * (n - 1)} for n in (5, 90, 30, 31, 29, 6, 2, 2)]
     batches = list(Capture(batch_tokens=60)._batches(rows))
@@ -193,7 +239,11 @@ def test_narrow_storage(llama: tuple[Target, Path], tmp_path: Path, storage_dtyp
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"storage": "answer"}, "expected one of answers, all"), ({"storage_dtype": "fp8"}, "expected one of float32")],
+    [
+        ({"storage": "answer"}, "expected one of answers, all"),
+        ({"storage_dtype": "fp8"}, "expected one of float32"),
+        *(({"part": part}, "expected I/N with I from 1 to N") for part in ("0/2", "3/2", "2", "1/2/3", "a/b")),
+    ],
 )
 def test_impossible_settings_are_refused(setting: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):

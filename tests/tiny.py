@@ -62,5 +62,6 @@ def cache_of(
                 sampling={"mode": "greedy", "temperature": 0.0, "top_p": 1.0},
                 dtype="float32",
                 label=labels[i % len(labels)],
+                origin={},
             )
     return Cache.open(path, target)

@@ -3,6 +3,7 @@
 Letters: B batch, T tokens, M rows with a state, D hidden.
 """
 
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,11 @@ from medusa_k25.cache.check import SelfCheck, self_check
 from medusa_k25.cache.manifest import STORAGE_DTYPES
 from medusa_k25.cache.reader import Cache
 from medusa_k25.cache.writer import CacheWriter
-from medusa_k25.conversations import choose_dtype, default_device, dtype_name, read_conversations
+from medusa_k25.conversations import choose_dtype, default_device, dtype_name, ends_in_loop, read_conversations
 from medusa_k25.target import Target, TargetModel
 
 STORAGE = ("answers", "all")
+FILTERS = ("loop", "cut")
 Row = dict[str, Any]  # of conversations.jsonl
 
 
@@ -33,6 +35,9 @@ class CaptureReport:
     skipped: int  # in the cache before
     failed: int  # rows of prompts that were not answered
     short: int  # answers of fewer than two tokens
+    left_out: int  # by `leave_out`
+    loops: int  # answers that end in a repetition loop, among all that could be stored
+    cut: int  # by the length limit, among all that could be stored
     states: int
     tokens: int
     seconds: float
@@ -40,12 +45,14 @@ class CaptureReport:
     refused: int = 0  # by the server that was to record them
 
     def __str__(self) -> str:
-        total = self.stored + self.skipped + self.failed + self.short + self.refused
+        total = self.stored + self.skipped + self.failed + self.short + self.left_out + self.refused
+        left_out = f" + {self.left_out} left out" if self.left_out else ""
         refused = f" + {self.refused} refused by the server" if self.refused else ""
         counts = (
             f"{self.stored} stored + {self.skipped} stored before + {self.failed} failed + {self.short} with an answer "
-            f"of one token{refused} = {total} conversations; {self.states:,} states of {self.tokens:,} tokens in "
-            f"{self.seconds:.0f} s"
+            f"of one token{left_out}{refused} = {total} conversations; {self.states:,} states of {self.tokens:,} "
+            f"tokens in {self.seconds:.0f} s; {self.loops} answers end in a loop, {self.cut} are cut by the length "
+            "limit"
         )
         if self.check is None:
             return counts
@@ -67,6 +74,9 @@ class Capture:
     storage_dtype: float32, bfloat16 or float8_e4m3fn (a scale a token). compute_dtype: of the target, or "auto".
     batch_tokens: of a forward pass, padding included. shard_tokens: a shard is written when so many have come; what a
     killed run had not written yet is computed again.
+    leave_out: answers that are counted but not stored: "loop" (ends in a repetition), "cut" (by the length limit).
+    part: "2/8" takes every eighth conversation from the second on, as a writer of its own: eight processes or machines
+    with one file system fill one cache.
     """
 
     storage: str = "answers"
@@ -74,12 +84,29 @@ class Capture:
     compute_dtype: str = "float32"
     batch_tokens: int = 4096
     shard_tokens: int = 8192
+    leave_out: Sequence[str] = ()
+    part: str = "1/1"
 
     def __post_init__(self) -> None:
         if self.storage not in STORAGE:
             raise ValueError(f"storage is {self.storage!r}, expected one of {', '.join(STORAGE)}")
         if self.storage_dtype not in STORAGE_DTYPES:
             raise ValueError(f"storage_dtype is {self.storage_dtype!r}, expected one of {', '.join(STORAGE_DTYPES)}")
+        if unknown := set(self.leave_out) - set(FILTERS):
+            raise ValueError(f"leave_out names {', '.join(sorted(unknown))}; expected some of {', '.join(FILTERS)}")
+        part_of(self.part)
+
+    def plan(self, target: Target, conversations: Path, cache: Path) -> tuple["Answers", list[Row]]:
+        """(what the file holds, the rows that `cache` lacks); prints what those take, and writes nothing.
+
+        Raises ValueError when token ids are not the target's or when the disk is too small.
+        """
+        answers = read_answers(conversations, target, self.leave_out, *part_of(self.part))
+        stored = stored_ids(cache)
+        todo = [row for row in answers.rows if row["id"] not in stored]
+        if todo:
+            require_space(cache, target.hidden_size, self.storage_dtype, todo, self.storage)
+        return answers, todo
 
     def run(self, target: Target, conversations: Path, cache: Path) -> CaptureReport:
         """Store every conversation that `cache` lacks, check the cache against the target, and print the counts.
@@ -88,14 +115,13 @@ class Capture:
         Raises ValueError when token ids are not the target's, when the disk is too small or when the check fails.
         """
         started = time.perf_counter()
-        usable, failed, short = read_answers(conversations, target)
+        answers, todo = self.plan(target, conversations, cache)
         device = default_device()
         dtype = choose_dtype(self.compute_dtype, device)
         engine = f"transformers {transformers.__version__}, {dtype_name(dtype)}"
-        with CacheWriter.open(cache, target, self.storage_dtype, engine, shard_tokens=self.shard_tokens) as writer:
-            todo = [row for row in usable if row["id"] not in writer.ids]
+        name = writer_name(*part_of(self.part))
+        with CacheWriter.open(cache, target, self.storage_dtype, engine, name, self.shard_tokens) as writer:
             if todo:
-                require_space(cache, target.hidden_size, self.storage_dtype, todo, self.storage)
                 model = target.load_model(dtype, device)
                 bar = tqdm(total=sum(map(row_length, todo)), desc="capture", unit=" tok", unit_scale=True, smoothing=0)
                 for batch in self._batches(todo):
@@ -113,14 +139,14 @@ class Capture:
                             sampling=row["sampling"],
                             dtype=row["dtype"],
                             label=row["label"],
+                            origin=row["origin"],
                         )
                     bar.update(sum(map(row_length, batch)))
                 bar.close()
         report = CaptureReport(
             stored=len(todo),
-            skipped=len(usable) - len(todo),
-            failed=failed,
-            short=short,
+            skipped=len(answers.rows) - len(todo),
+            **answers.counts,
             states=sum(row_length(row) - 1 - first_state(row, self.storage) for row in todo),
             tokens=sum(map(row_length, todo)),
             seconds=time.perf_counter() - started,
@@ -150,12 +176,22 @@ class Capture:
             yield row, hidden_TD[positions_M[0] : len(input_ids_T)], positions_M
 
 
-def read_answers(conversations: Path, target: Target) -> tuple[list[Row], int, int]:
-    """(rows that can be captured, number of failed prompts, number of answers of fewer than two tokens).
+@dataclass(frozen=True)
+class Answers:
+    """The conversations of a file that can be captured, and how many of the others there are."""
+
+    rows: list[Row]
+    counts: dict[str, int]  # failed, short, left_out, loops and cut of a CaptureReport
+
+
+def read_answers(
+    conversations: Path, target: Target, leave_out: Sequence[str] = (), index: int = 0, parts: int = 1
+) -> Answers:
+    """Every `parts`-th conversation from `index` on.
 
     ValueError when there is none to capture, or when token ids are not the target's.
     """
-    rows = read_conversations(conversations)
+    rows = read_conversations(conversations)[index::parts]
     answered = [row for row in rows if "error" not in row]
     usable = [row for row in answered if len(row["answer_ids"]) >= 2]
     if not usable:
@@ -165,7 +201,42 @@ def read_answers(conversations: Path, target: Target) -> tuple[list[Row], int, i
         )
     for row in usable:
         _require_ids_of(target, row, conversations)
-    return usable, len(rows) - len(answered), len(answered) - len(usable)
+    loops = {row["id"] for row in usable if ends_in_loop(row["answer_ids"])}
+    cut = {row["id"] for row in usable if row["finish_reason"] == "length"}
+    kept = [
+        row
+        for row in usable
+        if not ("loop" in leave_out and row["id"] in loops) and not ("cut" in leave_out and row["id"] in cut)
+    ]
+    return Answers(
+        kept,
+        {
+            "failed": len(rows) - len(answered),
+            "short": len(answered) - len(usable),
+            "left_out": len(usable) - len(kept),
+            "loops": len(loops),
+            "cut": len(cut),
+        },
+    )
+
+
+def part_of(part: str) -> tuple[int, int]:
+    """(index from 0, number of parts) of a text such as "2/8"."""
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"part is {part!r}, expected I/N with I from 1 to N, such as 2/8")
+    return int(match[1]) - 1, int(match[2])
+
+
+def writer_name(index: int, parts: int) -> str:
+    return "main" if parts == 1 else f"part-{index + 1}-of-{parts}"
+
+
+def stored_ids(cache: Path) -> set[str]:
+    """Ids of the documents in the cache; none where there is no cache yet."""
+    if not (cache / "manifest.json").exists():
+        return set()
+    return {document.id for document in Cache.open(cache, check=False).documents}
 
 
 def first_state(row: Row, storage: str) -> int:
@@ -177,7 +248,8 @@ def require_space(cache: Path, hidden_size: int, storage_dtype: str, rows: Seque
     states = sum(row_length(row) - 1 - first_state(row, storage) for row in rows)
     state_bytes = hidden_size * STORAGE_DTYPES[storage_dtype].itemsize + 12  # position and scale
     needed = states * state_bytes + 5 * sum(map(row_length, rows))  # id and loss mask
-    free = shutil.disk_usage(cache).free
+    folder = next(folder for folder in (cache.absolute(), *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
     print(
         f"{len(rows):,} conversations, {states:,} states x {state_bytes:,} bytes: {needed / 1e9:,.3f} GB, "
         f"{free / 1e9:,.1f} GB are free"

@@ -8,10 +8,15 @@ A cache is a folder:
 
 A line of an index counts when it ends with a newline: a torn last line is a shard that was not finished, and a shard
 without a line is garbage that its writer overwrites. So a cache is readable at any moment, also after a kill.
+
+Every byte is covered by a sha256: a shard's by its line in the index, manifest.json by each of these lines, and a line
+by its own end. notes/cache_format.md describes the format for others who write it.
 """
 
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,12 +148,39 @@ def finished_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
+SEAL = b', "line_sha256": "'
+
+
+def manifest_digest(path: Path) -> str:
+    """sha256 of the bytes of the cache's manifest.json."""
+    return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+
+
+def sealed_line(entry: Mapping[str, Any]) -> bytes:
+    """A line of an index: the entry as JSON, with the sha256 of all that comes before it as its last key."""
+    text = json.dumps(entry).encode().removesuffix(b"}")
+    return text + SEAL + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+
+
 def read_index(file: Path, content: bytes) -> list[dict[str, Any]]:
-    """The entries of the finished shards in the content of an index file, oldest first."""
+    """The entries of the finished shards in the content of an index file, oldest first.
+
+    ValueError names a line that is not as it was written, or that belongs to another manifest.json than the one there.
+    """
     entries = []
-    for number, line in enumerate(finished_lines(content).splitlines(), start=1):
-        try:
-            entries.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{file} line {number} is damaged ({error}); remove the line to lose that shard") from None
+    digest = manifest_digest(file.parent.parent)
+    for number, line in enumerate(finished_lines(content).split(b"\n")[:-1], start=1):
+        text, _, seal = line.rpartition(SEAL)
+        if seal != hashlib.sha256(text).hexdigest().encode() + b'"}':
+            raise ValueError(
+                f"{file} line {number} is damaged: its checksum differs; restore the file, or remove the line to lose "
+                "that shard and capture its documents again"
+            )
+        entry = json.loads(line)
+        if entry.get("manifest_sha256") != digest:
+            raise ValueError(
+                f"{file.parent.parent}/manifest.json is not the one that {file} line {number} was written under: it "
+                "has changed since; restore it, or capture again"
+            )
+        entries.append(entry)
     return entries

@@ -30,6 +30,7 @@ class Document:
     sampling: dict[str, Any]
     dtype: str  # of the model that generated the text
     label: str | None
+    origin: dict[str, Any]  # engine, quantisation, thinking, tools, ids of the text, as far as they are known
     hash: str  # of the prompt's token ids
     shard: int
     start: int  # first token, in the shard's tokens

@@ -17,7 +17,16 @@ from uuid import uuid4
 
 from tqdm import tqdm
 
-from medusa_k25.cache.capture import CaptureReport, Row, first_state, read_answers, require_space, row_length
+from medusa_k25.cache.capture import (
+    Answers,
+    CaptureReport,
+    Row,
+    first_state,
+    read_answers,
+    require_space,
+    row_length,
+    stored_ids,
+)
 from medusa_k25.cache.check import self_check
 from medusa_k25.cache.reader import Cache
 from medusa_k25.target import Target
@@ -26,6 +35,14 @@ KEY = "medusa_k25"  # of the server's state, and of a request's mark
 POLL_S = 0.5
 MEMORY_FULL = "memory full"  # among the reasons for which the server drops documents
 BUSY = 0.5  # of the server's memory for states: no more requests until its disk has caught up
+
+
+@dataclass(frozen=True)
+class Plan:
+    answers: Answers
+    server: list[dict[str, Any]]  # what it says about its recording, an entry a data-parallel rank
+    seen_here: bool  # whether its folder is
+    todo: list[Row]
 
 
 class Refused(Exception):
@@ -38,36 +55,48 @@ class Replay:
 
     retries: of a request that did not reach the server or found it failing, and of documents that the server dropped
     because its disk was slow. timeout_s: of a request, and of a cache that does not grow although it should.
+    leave_out: as in `Capture`.
     """
 
     server: str
     concurrency: int = 32
     retries: int = 5
     timeout_s: float = 600.0
+    leave_out: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.server.startswith(("http://", "https://")):
             raise ValueError(f"server={self.server}: expected an address such as http://127.0.0.1:30000")
+
+    def plan(self, target: Target, conversations: Path, cache: Path) -> "Plan":
+        """What is to be sent; prints what it takes where the server's folder can be seen, and sends nothing.
+
+        ValueError when the server does not record, records another target or into another cache, or when its disk is
+        too small.
+        """
+        answers = read_answers(conversations, target, self.leave_out)
+        server = self._states()
+        seen_here = self._sees(cache, target, server)
+        stored = stored_ids(cache) if seen_here else set()
+        todo = [row for row in answers.rows if row["id"] not in stored]
+        if seen_here and todo:
+            require_space(cache, target.hidden_size, server[0]["storage_dtype"], todo, server[0]["storage"])
+        return Plan(answers, server, seen_here, todo)
 
     def run(self, target: Target, conversations: Path, cache: Path) -> CaptureReport:
         """Let the server record every conversation that `cache` lacks, check the cache, and print the counts.
 
         cache: where the server's folder is seen from here. When it is not, everything is sent (the server skips what
         it has), and the check has to be made where the cache lies.
-        ValueError when the server does not record, records another target or into another cache, when it kept dropping
-        documents, when the disk is too small or when the check fails. OSError when the server is gone: the same
-        command continues.
+        ValueError as in `plan`, when it kept dropping documents, and when the check fails. OSError when the server is
+        gone: the same command continues.
         """
         started = time.perf_counter()
-        usable, failed, short = read_answers(conversations, target)
-        before = self._states()
+        plan = self.plan(target, conversations, cache)
+        answers, before, seen_here, todo = plan.answers, plan.server, plan.seen_here, plan.todo
         folders = sorted({state["folder"] for state in before})
-        seen_here = self._sees(cache, target, before)
-        storage, storage_dtype = before[0]["storage"], before[0]["storage_dtype"]
-        stored_before = self._ids(cache) if seen_here else set()
-        todo = [row for row in usable if row["id"] not in stored_before]
-        if seen_here and todo:
-            require_space(cache, target.hidden_size, storage_dtype, todo, storage)
+        storage = before[0]["storage"]
+        skipped = len(answers.rows) - len(todo)
 
         refusals: dict[str, str] = {}
         missing, states, dropped = todo, before, dict[str, int]()
@@ -79,7 +108,7 @@ class Replay:
                 dropped = _difference(earlier, states)
                 if not seen_here:
                     break
-                stored = self._ids(cache)
+                stored = stored_ids(cache)
                 missing = [row for row in missing if row["id"] not in stored and row["id"] not in refusals]
                 if sum(dropped.values()) - dropped.get(MEMORY_FULL, 0) >= len(missing):  # another try would not help
                     refusals |= {row["id"]: f"dropped: {', '.join(dropped)}" for row in missing}
@@ -99,9 +128,8 @@ class Replay:
         recorded = [row for row in todo if row["id"] not in refusals]
         report = CaptureReport(
             stored=len(recorded) - known,
-            skipped=len(stored_before & {row["id"] for row in usable}) + known,
-            failed=failed,
-            short=short,
+            skipped=skipped + known,
+            **answers.counts,
             states=sum(row_length(row) - 1 - first_state(row, storage) for row in recorded),
             tokens=sum(map(row_length, recorded)),
             seconds=time.perf_counter() - started,
@@ -163,6 +191,7 @@ class Replay:
             "sampling": json.dumps(row["sampling"]),
             "dtype": row["dtype"],
             "label": row["label"],
+            "origin": json.dumps(row["origin"]),
         }
         request = {
             "input_ids": row["prompt_ids"] + row["answer_ids"],
@@ -248,9 +277,6 @@ class Replay:
                 "name that folder as cache=, or one that does not exist if it cannot be seen from here"
             )
         return True
-
-    def _ids(self, cache: Path) -> set[str]:
-        return {document.id for document in Cache.open(cache, check=False).documents}
 
 
 def _difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, int]:

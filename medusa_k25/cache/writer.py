@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from medusa_k25.cache.check import document_fault
-from medusa_k25.cache.manifest import STORAGE_DTYPES, Manifest, create_manifest, finished_lines, read_index, sync_folder
+from medusa_k25.cache.manifest import (
+    STORAGE_DTYPES,
+    Manifest,
+    create_manifest,
+    finished_lines,
+    manifest_digest,
+    read_index,
+    sealed_line,
+    sync_folder,
+)
 from medusa_k25.cache.shard import as_bytes, write_shard
 
 if TYPE_CHECKING:
@@ -47,19 +56,24 @@ class CacheWriter:
         self._columns: list[dict[str, Tensor]] = []
         self._tokens = 0
         self._interrupted = False  # in the middle of storing a shard
+        self.manifest_sha256 = manifest_digest(path)
         self._index = self._lock_index()
+        try:
+            # ids of all documents stored or accepted, by any writer: what a resumed capture can skip
+            self.ids: set[str] = {
+                document["id"]
+                for file in sorted((path / "index").glob("*.jsonl"))
+                for entry in read_index(file, file.read_bytes())
+                for document in entry["documents"]
+            }
+        except ValueError:
+            self._index.close()
+            raise
         self._index.seek(0)
-        content = self._index.read()
-        self._index.truncate(len(finished_lines(content)))
+        finished = finished_lines(self._index.read())
+        self._index.truncate(len(finished))
         # a shard that an earlier run wrote but did not list has this number: it is overwritten
-        self._next = len(read_index(Path(self._index.name), content))
-        # ids of all documents stored or accepted, by any writer: what a resumed capture can skip
-        self.ids: set[str] = {
-            document["id"]
-            for file in sorted((path / "index").glob("*.jsonl"))
-            for entry in read_index(file, file.read_bytes())
-            for document in entry["documents"]
-        }
+        self._next = finished.count(b"\n")
 
     @classmethod
     def open(
@@ -111,12 +125,14 @@ class CacheWriter:
         sampling: dict[str, Any],
         dtype: str,
         label: str | None,
+        origin: dict[str, Any],
     ) -> None:
         """Accept a document; it is on disk after the next `flush`.
 
         token_ids_T int [T]; loss_mask_T bool [T], True on answer tokens; hidden_MD float [M, D], the states after the
         final norm at positions_M int [M] of the document; prompt_length tokens before the first answer;
-        dtype: of the model that generated the text.
+        dtype: of the model that generated the text; origin: what else is known of how it came to be (engine,
+        quantisation, thinking, tools, ids: "generated" or "rendered" from text).
         ValueError, naming the document, for anything wrong with it; documents accepted before are not touched.
         """
         if id in self.ids:
@@ -144,6 +160,7 @@ class CacheWriter:
             "sampling": sampling,
             "dtype": dtype,
             "label": label,
+            "origin": origin,
             "hash": hashlib.sha256(as_bytes(prompt_ids.int())).hexdigest(),
         }
         json.dumps(document)  # what cannot be stored must fail here, not take a whole shard with it
@@ -184,8 +201,9 @@ class CacheWriter:
                 "tokens": self._tokens,
                 "states": sum(document["states"] for document in self._documents),
                 "documents": self._documents,
+                "manifest_sha256": self.manifest_sha256,
             }
-            line = json.dumps(entry).encode() + b"\n"
+            line = sealed_line(entry)
             if self._index.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._index.fileno())

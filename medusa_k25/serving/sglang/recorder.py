@@ -7,7 +7,6 @@ of all of them, and hands finished documents to a thread that writes them as a c
 Letters: T tokens of a document, M rows with a state, D hidden.
 """
 
-import hashlib
 import json
 import logging
 import threading
@@ -81,11 +80,12 @@ class Mark:
     sampling: dict[str, Any] | None = None
     dtype: str | None = None
     label: str | None = None
+    origin: dict[str, Any] | None = None
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """A mark as requests carry it: true, or an object of these fields with `sampling` as a JSON text (an engine's
-        custom parameters nest only once). ValueError names what is wrong with it."""
+        """A mark as requests carry it: true, or an object of these fields with `sampling` and `origin` as JSON texts
+        (an engine's custom parameters nest only once). ValueError names what is wrong with it."""
         if value is True:
             return cls()
         if not isinstance(value, dict):
@@ -105,13 +105,13 @@ class Mark:
                 )
             if not fits:
                 raise ValueError(f"{key}: expected {expected}")
-        if "sampling" in facts:
+        for key in facts.keys() & {"sampling", "origin"}:
             try:
-                facts["sampling"] = json.loads(facts["sampling"])
+                facts[key] = json.loads(facts[key])
             except (ValueError, RecursionError):
-                facts["sampling"] = None
-            if not isinstance(facts["sampling"], dict):
-                raise ValueError("sampling: expected an object as JSON text")
+                facts[key] = None
+            if not isinstance(facts[key], dict):
+                raise ValueError(f"{key}: expected an object as JSON text")
         return cls(**facts)
 
 
@@ -202,7 +202,6 @@ class Recorder:
         self._logged = ("", 0.0)
         # reentrant: the garbage collector may drop a request in the middle of anything
         self._lock = threading.RLock()
-        self._manifest_sha256 = hashlib.sha256((writer.path / "manifest.json").read_bytes()).hexdigest()
         self._queue: SimpleQueue[tuple[Request, dict[str, Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="medusa_k25 recorder", daemon=True)
         self._thread.start()
@@ -282,6 +281,9 @@ class Recorder:
         elif request.lacks(prompt_length - 1, len(ids) - 1):
             self.drop(request, "states missing: a cached prefix reached into the answer")
         else:
+            manifest = self.writer.manifest
+            quantisation = manifest.target["quantisation"]
+            generated_here = {"engine": manifest.engine, "quantisation": quantisation, "ids": "generated"}
             facts = {
                 "id": request.id,
                 "group": mark.group,
@@ -292,6 +294,7 @@ class Recorder:
                 "sampling": sampling if mark.sampling is None else mark.sampling,
                 "dtype": mark.dtype or self.dtype,
                 "label": mark.label,
+                "origin": generated_here if mark.origin is None else mark.origin,
             }
             request.done = True
             with self._lock:
@@ -305,7 +308,7 @@ class Recorder:
         with self._lock:
             return {
                 "folder": str(self.writer.path.absolute()),
-                "manifest_sha256": self._manifest_sha256,
+                "manifest_sha256": self.writer.manifest_sha256,
                 "target": manifest.target,
                 "storage": self.storage,
                 "storage_dtype": manifest.storage_dtype,
