@@ -14,7 +14,7 @@ LAYERS = {
     "target": ["target", "target_builders", "conversations"],
     "cache": [
         *("cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"),
-        "cache.record_client",
+        *("cache.record_client", "cache.producers", "cache.imports"),
     ],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],

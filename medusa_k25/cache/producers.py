@@ -44,7 +44,7 @@ class Sample:
     finish_reason: str | None = None  # None: the producer does not say
 
 
-Texts = Iterator[tuple[str, Callable[[], Sample]]]  # names, and how to read them
+Texts = Iterator[tuple[str, int, Callable[[], Sample]]]  # names, bytes that they take, and how to read them
 
 
 class Producer(Protocol):
@@ -65,7 +65,7 @@ class Producer(Protocol):
         """What it is known to write, in words."""
 
     def texts(self, file: Path, name: str) -> Texts:
-        """(name, how to read it) of each text in a file, which is called `name` itself.
+        """(name, bytes, how to read it) of each text in a file, which is called `name` itself.
 
         ValueError, of this or of reading a text, says what is wrong with it; Unfinished says that the file will grow.
         """
@@ -80,7 +80,7 @@ class Vllm:
     known = "the last of a file's layers is the target's last, before the final norm"
 
     def texts(self, file: Path, name: str) -> Texts:
-        yield name, lambda: Sample(name, *_read_safetensors(file))
+        yield name, file.stat().st_size, lambda: Sample(name, *_read_safetensors(file))
 
 
 class Speculators:
@@ -92,7 +92,8 @@ class Speculators:
     known = "the last of a file's layers is the target's last, before the final norm"
 
     def texts(self, file: Path, name: str) -> Texts:
-        yield name, partial(self._read_pt if file.suffix == ".pt" else self._read_safetensors, file, name)
+        read = self._read_pt if file.suffix == ".pt" else self._read_safetensors
+        yield name, file.stat().st_size, partial(read, file, name)
 
     def _read_safetensors(self, file: Path, name: str) -> Sample:
         ids_T, _, hidden_TD, scales_T1 = _read_safetensors(file)
@@ -126,7 +127,7 @@ class SpecForge:
     known = "the target's last layer, after the final norm"
 
     def texts(self, file: Path, name: str) -> Texts:
-        yield name, partial(self._read, file, name)
+        yield name, file.stat().st_size, partial(self._read, file, name)
 
     @staticmethod
     def _read(file: Path, name: str) -> Sample:
@@ -140,8 +141,8 @@ class SpecForge:
             hidden_1TD = data.get("hidden_state", data.get("target_last_hidden_states"))
         if hidden_1TD is None:
             raise ValueError(
-                f"holds no last state, only {', '.join(sorted(data))}: files of the strategies dflash and domino are of "
-                "no use here; prepare them with --strategy eagle3 or dspark"
+                f"holds no last state, only {', '.join(sorted(data))}: files of the strategies dflash and domino are "
+                "of no use here; prepare them with --strategy eagle3 or dspark"
             )
         hidden_TD = hidden_1TD.flatten(end_dim=-2)
         _require_equal_length(hidden_TD, ids_T)
@@ -157,11 +158,16 @@ class SglangJson:
     known = "the target's last layer, after the final norm"
 
     def texts(self, file: Path, name: str) -> Texts:
-        with _named_damage(), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+        with _named_damage(), file.open("rb") as raw, gzip.open(raw) if file.suffix == ".gz" else raw as lines:
+            before = 0
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
-                    raise Unfinished
-                yield f"{name}:{number}", partial(self._read, line, f"{name}:{number}")
+                    break
+                before, size = raw.tell(), raw.tell() - before
+                yield f"{name}:{number}", size, partial(self._read, line, f"{name}:{number}")
+            else:
+                return
+        raise Unfinished
 
     @staticmethod
     def _read(line: bytes, name: str) -> Sample:
@@ -208,8 +214,8 @@ def _arrow_rows(folder: Path) -> Any:
         if (place / "dataset_info.json").is_file():
             return load_from_disk(str(place)).with_format("torch", columns=["input_ids", "loss_mask"])
     raise ValueError(
-        f"no Arrow dataset (dataset_info.json) in {folder} or the folder above it, and the loss masks are there; put it "
-        "back, or take source=vllm, which reads the same files and finds the answers by their token ids"
+        f"no Arrow dataset (dataset_info.json) in {folder} or the folder above it, and the loss masks are there; put "
+        "it back, or take source=vllm, which reads the same files and finds the answers by their token ids"
     )
 
 
