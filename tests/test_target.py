@@ -4,6 +4,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -444,15 +445,33 @@ def test_tiny_k25_chat_format(tiny_k25: Target) -> None:
         "<|im_user|>user<|im_middle|>2+2?\n<|im_end|>"
     )
     prompt = "<|im_assistant|>assistant<|im_middle|><think>"
-    render = tokenizer.apply_chat_template
-    assert render(messages, tokenize=False) == history
-    assert render(messages, tokenize=False, add_generation_prompt=True) == history + prompt + "</think>"
-    assert render(messages, tokenize=False, add_generation_prompt=True, thinking=True) == history + prompt
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    assert render(messages) == history
+    assert render(messages, add_generation_prompt=True) == history + prompt
+    assert render(messages, add_generation_prompt=True, thinking=False) == history + prompt + "</think>"
     ids = tokenizer.encode(history, add_special_tokens=False)
     assert tokenizer.decode(ids) == history
     assert ids.count(tiny_k25.end_ids[0]) == 4
     assert len(tokenizer.encode("<think>", add_special_tokens=False)) == 1
     assert len(tokenizer) == tiny_k25.vocab_size
+
+    call = {"id": "functions.sum:0", "type": "function", "function": {"name": "sum", "arguments": {"a": 2}}}
+    messages += [
+        {"role": "assistant", "content": None, "reasoning_content": "add", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "functions.sum:0", "content": "4"},
+    ]
+    calls = (
+        "<|tool_calls_section_begin|>"
+        + '<|tool_call_begin|>functions.sum:0<|tool_call_argument_begin|>{"a": 2}<|tool_call_end|>' * 2
+        + "<|tool_calls_section_end|><|im_end|><|im_system|>tool<|im_middle|>4<|im_end|>"
+    )
+    assert render(messages) == history + prompt + "add</think>" + calls
+    assert render(messages, thinking=False) == history + prompt + "</think>" + calls
+    # an answer makes history of the thoughts before it
+    answered = [*messages, {"role": "assistant", "content": "4"}]
+    assert render(answered) == history + prompt + "</think>" + calls + prompt + "</think>4<|im_end|>"
+    declared = '<|im_system|>tool_declare<|im_middle|>[{"name": "sum"}]<|im_end|>'
+    assert render(messages[:1], tools=[{"name": "sum"}]) == declared + history[: history.index("<|im_user|>")]
 
 
 def test_tiny_tokenizer_round_trips() -> None:

@@ -1,0 +1,149 @@
+"""Chats as token ids: how the target's template renders them, and which of their tokens the model generated.
+
+Letters: T tokens.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from medusa_k25.target import Target
+
+SAMPLE_CHARACTERS = 200
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """The ids of a conversation that waits for its next answer. `template`: more variables for the chat template.
+
+    Raises jinja2's TemplateError where the template refuses the conversation.
+    """
+    # Kimi-K2.5's own tokenizer has other defaults than transformers: all that matters is named
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=True,
+        return_dict=False,
+        **template,
+    )
+
+
+@dataclass(frozen=True)
+class ChatMarks:
+    """What a target's chats are cut at.
+
+    thinking, instant: the ids that open an answer in either mode, prefilled <think> or <think></think> included; the
+    same where the template has no such switch. end_ids: tokens that end an answer.
+    """
+
+    thinking: tuple[int, ...]
+    instant: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, target: Target) -> "ChatMarks":
+        """Read from the target's chat template: what its generation prompt adds to a conversation.
+
+        Raises ValueError when it has no template, adds nothing, or ends an answer with none of the target's end ids.
+        """
+        tokenizer = target.load_tokenizer()
+        if tokenizer.chat_template is None:
+            raise ValueError(f"the tokenizer of {target.path} has no chat template; add chat_template.jinja to it")
+        thinking, instant = (_header(target, tokenizer, mode) for mode in (True, False))
+        return cls(thinking, instant, target.end_ids, tokenizer)
+
+    def mode(self, prompt_ids: Sequence[int]) -> bool | None:
+        """Whether an answer to this prompt begins with thoughts; None where the template has no such switch."""
+        if self.thinking == self.instant:
+            return None
+        for header, thinks in sorted([(self.thinking, True), (self.instant, False)], key=lambda h: -len(h[0])):
+            if tuple(prompt_ids[-len(header) :]) == header:
+                return thinks
+        return None
+
+
+def _header(target: Target, tokenizer: Any, thinking: bool) -> tuple[int, ...]:
+    template = {"thinking": thinking, "enable_thinking": thinking}  # Kimi's name and Qwen's
+    question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+    start = [question]
+    try:
+        before = render(tokenizer, start, template, add_generation_prompt=False)
+    except TemplateError:
+        start = [{"role": "system", "content": "0"}, question]
+        before = render(tokenizer, start, template, add_generation_prompt=False)
+    opened = render(tokenizer, start, template)
+    if opened[: len(before)] != before or len(opened) == len(before):
+        raise ValueError(
+            f"the chat template of {target.path} marks no start of an answer: with add_generation_prompt it turns "
+            f"{tokenizer.decode(before)!r} into {tokenizer.decode(opened)!r}; expected the same and more"
+        )
+    answered = render(tokenizer, [*start, answer], template, add_generation_prompt=False)[len(before) :]
+    if not set(answered) & set(target.end_ids):
+        raise ValueError(
+            f"the chat template of {target.path} writes an answer as {tokenizer.decode(answered)!r}, which holds none "
+            f"of the target's end tokens {tokenizer.convert_ids_to_tokens(list(target.end_ids))}; set eos_token_id in "
+            "its generation_config.json"
+        )
+    return tuple(opened[len(before) :])
+
+
+def answer_mask(ids_T: Tensor, marks: ChatMarks) -> Tensor:
+    """bool [T]: the tokens that the model generated, in all answers of a rendered conversation.
+
+    An answer begins after the longest header that fits, so that a prefilled <think></think> is prompt, and goes on to
+    its end token inclusive, or to the end of the text. Tool calls are part of it, their results are not. An answer is
+    left out where text that was tokenised whole has merged the header's last token with the answer's first.
+    Raises ValueError, with the start of the text, for a mask that keeps nothing or everything.
+    """
+    headers = sorted({marks.thinking, marks.instant}, key=len, reverse=True)
+    ids = ids_T.tolist()
+    openings = torch.isin(ids_T, torch.tensor([header[0] for header in headers])).nonzero().flatten().tolist()
+    ends = torch.isin(ids_T, torch.tensor(marks.end_ids)).nonzero().flatten().tolist()
+    mask_T = torch.zeros(len(ids), dtype=torch.bool)
+    stop = 0
+    for opening in openings:
+        if opening < stop:  # in an answer
+            continue
+        for header in headers:
+            start = opening + len(header)
+            if tuple(ids[opening:start]) == header:
+                end = bisect_left(ends, start)
+                stop = ends[end] + 1 if end < len(ends) else len(ids)
+                mask_T[start:stop] = True
+                break
+    require_mask(ids, mask_T.tolist(), marks.tokenizer)
+    return mask_T
+
+
+def require_mask(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> None:
+    """Refuse a mask that keeps nothing or everything: nothing would be learnt, or the prompts, too."""
+    if any(mask) and not all(mask):
+        return
+    # a token has at least a character, but for parts of one
+    sample = show(ids[:SAMPLE_CHARACTERS], mask[:SAMPLE_CHARACTERS], tokenizer)[:SAMPLE_CHARACTERS]
+    raise ValueError(
+        f"the mask keeps {'everything' if any(mask) else 'nothing'} of {len(ids)} tokens, expected the answers alone; "
+        f"is the text in the target's own chat format? It begins: {sample}"
+    )
+
+
+def show(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> str:
+    """The decoded text, with [[what the mask keeps]] in brackets."""
+    parts = []
+    for kept, group in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
+        text = tokenizer.decode([int(id) for id, _ in group])
+        parts.append(f"[[{text}]]" if kept else text)
+    return "".join(parts)

@@ -1,0 +1,72 @@
+"""JSON over HTTP to an engine's server, with retries."""
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+KEY_VARIABLE = "MEDUSA_K25_API_KEY"
+LATER = (408, 425, 429)  # statuses below 500 that say nothing about the request itself
+
+
+class Refused(Exception):
+    """The server answered that it will not take a request. `status`: its HTTP status."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(f"{status} {text}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Server:
+    """url: such as http://127.0.0.1:30000. retries: of a call that did not get through or found the server failing.
+    timeout_s: how long a call may stand still.
+
+    A server with a key gets it from the environment variable MEDUSA_K25_API_KEY; no message ever contains it.
+    """
+
+    url: str
+    retries: int = 5
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.username is not None or parts.password is not None or parts.query:
+            raise ValueError(f"server=: an address without a password or key; put a key into {KEY_VARIABLE}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"server={self.url}: expected an address such as http://127.0.0.1:30000")
+
+    def call(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        """The JSON that the server answers with; `content` makes it a POST.
+
+        Refused when it says that the request is at fault, OSError when it is gone or keeps failing.
+        """
+        request = urllib.request.Request(self.url.rstrip("/") + path)
+        if content is not None:
+            request.data = json.dumps(content).encode()
+            request.add_header("Content-Type", "application/json")
+        key = os.environ.get(KEY_VARIABLE)
+        if key:
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server alone
+        for attempt in range(self.retries + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                text = error.read(1000).decode(errors="replace")
+                if key:
+                    text = text.replace(key, "***")
+                if error.code < 500 and error.code not in LATER:
+                    raise Refused(error.code, text) from None
+                cause = f"{error.code} {text}"
+            # URLError is an OSError; what is not JSON is a ValueError; half an answer is an HTTPException
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                cause = str(error) or type(error).__name__
+            if attempt < self.retries:
+                time.sleep(min(0.2 * 2**attempt, 10))
+        raise OSError(f"no answer from {self.url}{path}: {cause}; when it is there, run the same command again")
