@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medusa_k25.cache.capture import Capture, CaptureReport, Row, part_of, require_room, writer_name
-from medusa_k25.cache.check import self_check, spread
+from medusa_k25.cache.check import self_check, spread, surprise
 from medusa_k25.cache.producers import PRODUCERS, Producer, Sample, Unfinished
 from medusa_k25.cache.reader import Cache, Document
 from medusa_k25.cache.shard import as_bytes
@@ -36,6 +36,7 @@ from medusa_k25.target import Target
 FIRST_PLACEHOLDER = 1_000_000  # SGLang writes an image as ids from here on: this number plus a hash of the image
 SAMPLED_TEXTS = 100
 SAMPLED_TOKENS = 64  # of an answer: enough for the check
+ROUNDING_SURPRISE = 0.1  # nats a token that storage in a narrow dtype may add
 COMPARED_FILES = 8  # of those that were imported before
 TEXTS_AHEAD = 3
 NORM_ROWS = 64  # at a time: they stay in the CPU's cache, which is three times as fast as all rows at once
@@ -211,6 +212,11 @@ class Import:
             raise ValueError(f"{self.path} holds no files of {self.source}; expected names such as {names}")
         return files, unfinished
 
+    @property
+    def _own_text(self) -> bool:
+        """Whether the texts are said to be the target's own."""
+        return self.conversations is not None or self.producer.ids == "generated"
+
     def _writer(self, cache: Path, target: Target, name: str = "main") -> CacheWriter:
         engine = f"files of {self.source}"
         return CacheWriter.open(cache, target, self.capture.storage_dtype, engine, name, self.capture.shard_tokens)
@@ -230,14 +236,24 @@ class Import:
                         faults[id] = str(error)
             if not writer.ids:
                 raise ValueError(f"none of {len(documents)} texts from {self.path} can be stored: {first_of(faults)}")
+            refused = (
+                f"nothing was imported from {self.path}: {len(writer.ids)} of its texts were read as {self.source} "
+                f"writes them ({self.producer.known}), but "
+            )
+            opened = Cache.open(cache, target, check=False)
             try:
-                self_check(Cache.open(cache, target, check=False), target)
+                self_check(opened, target)
             except ValueError as error:
-                found = str(error).removeprefix(f"{cache}: ")
-                raise ValueError(
-                    f"nothing was imported from {self.path}: {len(writer.ids)} of its texts were read as {self.source} "
-                    f"writes them ({self.producer.known}), but {found}"
-                ) from None
+                raise ValueError(f"{refused}{str(error).removeprefix(f'{cache}: ')}") from None
+            more, error_of_more = surprise(opened, target)
+        if more > 3 * error_of_more + ROUNDING_SURPRISE:
+            found = (
+                f"their tokens surprise the states by {more:.2f} nats more than expected (0 or less where the target "
+                "wrote the text): states of another layer or of another revision of the target, "
+            )
+            if all(document["origin"]["ids"] != "rendered" for document in documents.values()) and self._own_text:
+                raise ValueError(f"{refused}{found}or text of another model")
+            print(f"note: {found}or, as it may well be here, text that the target did not write")
 
 
 @dataclass(frozen=True)
@@ -278,9 +294,9 @@ class Reading:
     def texts(self, files: Sequence[Path], most_tokens: int | None = None) -> Iterator[Text]:
         """All texts of the files; of each document the beginning, with `most_tokens` of its answer."""
         for file in files:
-            name = self.importing.name_of(file)
+            file_name = self.importing.name_of(file)
             try:
-                for name, size, read in self.importing.producer.texts(file, name):  # noqa: B020 - the last one's
+                for name, size, read in self.importing.producer.texts(file, file_name):
                     if name in self.stored.documents:
                         yield Text(name, size, why_not="skipped")
                         continue
@@ -290,9 +306,9 @@ class Reading:
                         text = Text(name, size, fault=str(error))
                     yield text
             except Unfinished:
-                yield Text(name, 0, why_not="unfinished")
+                yield Text(file_name, 0, why_not="unfinished")
             except (ValueError, OSError) as error:
-                yield Text(name, 0, fault=str(error))
+                yield Text(file_name, 0, fault=str(error))
 
     def _text(self, sample: Sample, size: int, most_tokens: int | None) -> Text:
         """The document of a text, or why it is none."""
@@ -303,6 +319,13 @@ class Reading:
                 "target that they were computed with"
             )
         ids_T, is_image_T = self._mapped(sample.ids_T)
+        outside_T = (ids_T < 0) | (ids_T >= target.vocab_size)
+        if outside_T.any():
+            t = int(outside_T.nonzero()[0])
+            raise ValueError(
+                f"token id {int(ids_T[t])} at position {t}, expected 0 to {target.vocab_size - 1}; the text is another "
+                "target's"
+            )
         row: Row = {}
         if self.rows is not None:
             row = self._row(ids_T)
@@ -416,8 +439,8 @@ def normed(
         else:
             rows_RD = torch.stack([hidden_TD[position] for position in at.tolist()]).float()
         if scales_T1 is not None:
-            rows_RD *= scales_T1[at]
-        rows_RD *= (rows_RD.square().mean(dim=1, keepdim=True) + eps).rsqrt()
+            rows_RD = rows_RD * scales_T1[at]
+        rows_RD = rows_RD * (rows_RD.square().mean(dim=1, keepdim=True) + eps).rsqrt()  # float32 was not copied
         out_MD[start : start + NORM_ROWS] = rows_RD.mul_(weight_D)
     return out_MD
 
