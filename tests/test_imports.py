@@ -321,25 +321,35 @@ def test_another_convention_is_refused_before_anything_is_stored(
 
 
 def test_the_layer_before_the_last_is_refused(
-    target: Target,
-    texts: list[Known],
-    conversations: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    target: Target, texts: list[Known], conversations: Path, tmp_path: Path
 ) -> None:
     """It predicts the next token well enough for a convention to be seen, but not as well as it believes."""
     write_vllm(tmp_path / "files", [with_last_layer(lambda text: text.before_TLD[:, -2])(text) for text in texts])
     with pytest.raises(
-        ValueError, match=r"nothing was imported .* by 0.\d+ nats more than expected .*of another layer"
+        ValueError, match=r"nothing was imported .* by \d.\d+ nats more than expected .*of another layer"
     ):
         Import("vllm", tmp_path / "files", Capture(), conversations).run(target, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-    # of a text that is not known to be the target's own, this may be the cause
-    Import("vllm", tmp_path / "files", Capture()).run(target, tmp_path / "cache")
-    assert "nats more than expected" in capsys.readouterr().out
-    write_vllm(tmp_path / "right", texts)
-    Import("vllm", tmp_path / "right", Capture()).run(target, tmp_path / "right cache")
-    assert "nats" not in capsys.readouterr().out
+
+
+def test_text_that_the_target_may_not_have_written_is_noted(
+    target: Target, texts: list[Known], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the target has written it, for sure, something is wrong; where it was made from text, it may be that."""
+    others = []
+    for text in texts:
+        P, ids_T = len(text.row["prompt_ids"]), text.ids_T.clone()
+        ids_T[P + 2 :: 3] = (ids_T[P + 2 :: 3] + 100) % 480
+        others.append(replace(text, ids_T=ids_T, row=text.row | {"answer_ids": ids_T[P:].tolist()}))
+    write_specforge(tmp_path / "specforge", others)
+    write_sglang_json(tmp_path / "sglang/answers.jsonl", others)
+    assert Import("specforge", tmp_path / "specforge", Capture()).run(target, tmp_path / "cache").stored == len(texts)
+    assert "note: their tokens surprise the states by" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nothing was imported .*surprise the states by .*or text of another model"):
+        Import("sglang_json", tmp_path / "sglang", Capture()).run(target, tmp_path / "other")
+    write_specforge(tmp_path / "right", texts)
+    Import("specforge", tmp_path / "right", Capture()).run(target, tmp_path / "right cache")
+    assert "note" not in capsys.readouterr().out
 
 
 def test_files_of_another_convention_are_not_added_to_a_good_cache(
@@ -672,7 +682,7 @@ target = pickle.loads(Path(sys.argv[2]).read_bytes())
 for line in sys.stdin:
     child = os.fork()  # without the imports, which take longer than the work
     if child == 0:
-        Import("vllm", Path(sys.argv[3]), Capture(shard_tokens=200)).run(target, Path(sys.argv[4]))
+        Import("specforge", Path(sys.argv[3]), Capture(shard_tokens=200)).run(target, Path(sys.argv[4]))
         os._exit(0)
     print(child, flush=True)
     os.waitpid(child, 0)
@@ -682,14 +692,14 @@ for line in sys.stdin:
 
 def test_a_killed_import_goes_on(target: Target, texts: list[Known], tmp_path: Path) -> None:
     """Killed at random moments of its work again and again, it ends with every text once."""
-    many = texts * 25
-    write_vllm(tmp_path / "files", many)
+    many = texts * 12
+    write_specforge(tmp_path / "files", many)
     (tmp_path / "target").write_bytes(pickle.dumps(target))
     draws, cache, found, partly = random.Random(0), tmp_path / "cache", 0, 0
     command = [sys.executable, "-c", FORKS, ROOT, tmp_path / "target", tmp_path / "files", cache]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, bufsize=1, **pipes) as server:  # type: ignore[call-overload]
-        for kill in range(8):
+        for kill in range(6):
             server.stdin.write("go\n")
             while not (line := server.stdout.readline().strip()).isdecimal():
                 assert line, "the process that forks has ended"
@@ -710,6 +720,6 @@ def test_a_killed_import_goes_on(target: Target, texts: list[Known], tmp_path: P
                 partly += 0 < found < len(many)
         server.stdin.close()
     assert partly >= 2
-    report = Import("vllm", tmp_path / "files", Capture(shard_tokens=200)).run(target, cache)
+    report = Import("specforge", tmp_path / "files", Capture(shard_tokens=200)).run(target, cache)
     assert (report.skipped, report.stored, report.faults) == (found, len(many) - found, {})
-    assert_stored(Cache.open(cache, target), many, Capture(), 1e-5)
+    assert_stored(Cache.open(cache, target), many, Capture(), 0)

@@ -254,16 +254,17 @@ def self_check(cache: "Cache", target: "Target", max_positions: int = 512) -> Se
 
 
 @torch.no_grad()
-def surprise(cache: "Cache", target: "Target") -> tuple[float, float]:
+def surprise(cache: "Cache", target: "Target", temperature: float) -> tuple[float, float]:
     """(how much more an answer's tokens surprise lm_head(h_t) than it expects, the standard error), nats a token.
 
-    That is -log p(x_{t+1}) less the entropy of p: 0 on average for text that was drawn from p, less for greedy text and
-    lower temperatures. States of a layer before the last, or of another revision of the target, pass `self_check` when
-    they are similar enough; but they are as sure as the right ones, and right less often.
+    That is -log p(x_{t+1}) less the entropy of p at a temperature above 0: 0 on average for text that was drawn from p,
+    less for text of a lower temperature. States of a layer before the last, or of another revision of the target, pass
+    `self_check` when they are similar enough; but they are as sure as the right ones, and right less often.
     """
     states_ND, tokens_N3 = sample_answers(cache, max(64, min(512, SURPRISE_LOGITS // target.vocab_size)))
     blocks = target.lm_head.split(max(1, BLOCK_ELEMENTS // target.hidden_size))
-    logp_NV = torch.cat([states_ND @ block_BD.float().T for block_BD in blocks], dim=1).log_softmax(dim=1)
+    logits_NV = torch.cat([states_ND @ block_BD.float().T for block_BD in blocks], dim=1)
+    logp_NV = (logits_NV / temperature).log_softmax(dim=1)
     p_NV = logp_NV.exp()
     entropy_N = -(p_NV * logp_NV).sum(dim=1)
     variance_N = (p_NV * logp_NV.square()).sum(dim=1) - entropy_N.square()

@@ -37,6 +37,7 @@ FIRST_PLACEHOLDER = 1_000_000  # SGLang writes an image as ids from here on: thi
 SAMPLED_TEXTS = 100
 SAMPLED_TOKENS = 64  # of an answer: enough for the check
 ROUNDING_SURPRISE = 0.1  # nats a token that storage in a narrow dtype may add
+LOWEST_TEMPERATURE = 0.25  # stands for greedy text: near ties are decided by rounding
 COMPARED_FILES = 8  # of those that were imported before
 TEXTS_AHEAD = 3
 NORM_ROWS = 64  # at a time: they stay in the CPU's cache, which is three times as fast as all rows at once
@@ -141,7 +142,7 @@ class Import:
         """
         started = time.perf_counter()
         plan = self.plan(target, cache)
-        self._check(target, plan.sample)
+        self._check(target, plan)
         counts, faults = Counter[str](skipped=plan.skipped, unfinished=plan.unfinished), dict[str, str]()
         name = writer_name(*part_of(self.capture.part))
         with (
@@ -221,11 +222,9 @@ class Import:
         engine = f"files of {self.source}"
         return CacheWriter.open(cache, target, self.capture.storage_dtype, engine, name, self.capture.shard_tokens)
 
-    def _check(self, target: Target, sample: Sequence[Text]) -> None:
+    def _check(self, target: Target, plan: Plan) -> None:
         """ValueError unless the states of the sample are what the source is known to write."""
-        documents = {text.document["id"]: text.document for text in sample if text.document is not None}
-        if not documents:
-            return
+        documents = {text.document["id"]: text.document for text in plan.sample if text.document is not None}
         with TemporaryDirectory() as folder:
             faults, cache = {}, Path(folder) / "cache"
             with self._writer(cache, target) as writer:
@@ -234,6 +233,8 @@ class Import:
                         writer.add(**document)
                     except ValueError as error:
                         faults[id] = str(error)
+            if not writer.ids and plan.reading.stored.documents:
+                return  # what is left over is faulty, and will be named
             if not writer.ids:
                 raise ValueError(f"none of {len(documents)} texts from {self.path} can be stored: {first_of(faults)}")
             refused = (
@@ -245,7 +246,9 @@ class Import:
                 self_check(opened, target)
             except ValueError as error:
                 raise ValueError(f"{refused}{str(error).removeprefix(f'{cache}: ')}") from None
-            more, error_of_more = surprise(opened, target)
+            temperatures = [document["sampling"]["temperature"] for document in documents.values()]
+            temperature = 1.0 if None in temperatures else max(LOWEST_TEMPERATURE, *temperatures)
+            more, error_of_more = surprise(opened, target, temperature)
         if more > 3 * error_of_more + ROUNDING_SURPRISE:
             found = (
                 f"their tokens surprise the states by {more:.2f} nats more than expected (0 or less where the target "
