@@ -187,7 +187,7 @@ class Answers:
     """The conversations of a file that can be captured, and how many of the others there are."""
 
     rows: list[Row]
-    counts: dict[str, int]  # failed, short, left_out, loops and cut of a CaptureReport
+    counts: dict[str, Any]  # ints: failed, short, left_out, loops and cut of a CaptureReport
 
 
 def read_answers(

@@ -8,7 +8,7 @@ import re
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -450,7 +450,7 @@ def normed(
 
 def rows_by_ids(conversations: Path) -> dict[bytes, Row]:
     """The answered conversations, by their token ids with and without the last: engines may not compute its state."""
-    rows = {}
+    rows: dict[bytes, Row] = {}
     for row in read_conversations(conversations):
         if "error" not in row:
             ids_T = torch.tensor(row["prompt_ids"] + row["answer_ids"])
@@ -483,7 +483,7 @@ def first_of(faults: dict[str, str], count: int = 3) -> str:
     return "; ".join(f"{name}: {fault}" for name, fault in list(faults.items())[:count])
 
 
-def read_ahead(texts: Iterator[Text]) -> Iterator[Text]:
+def read_ahead(texts: Iterator[Text]) -> Generator[Text, None, None]:
     """The same texts, read by a thread while those before them are stored."""
     with ThreadPoolExecutor(1) as pool:
         coming: deque[Future[Text | None]] = deque(pool.submit(next, texts, None) for _ in range(TEXTS_AHEAD))
