@@ -21,9 +21,8 @@ import torch
 from medusa_k25.cache import STORAGE_DTYPES, Cache, CacheWriter
 
 
-def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: float, vocab_size: int = 1000) -> Cache:
-    """A cache of random states of about `num_bytes`: texts of 2048 tokens in shards of 32768, with prompts of 8."""
-    target: Any = SimpleNamespace(
+def random_target(hidden_size: int, vocab_size: int) -> Any:
+    return SimpleNamespace(
         name="random",
         revision="local",
         quantisation="none",
@@ -31,6 +30,11 @@ def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: flo
         vocab_size=vocab_size,
         fingerprints={"lm_head": "", "final_norm": "", "tokenizer": ""},
     )
+
+
+def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: float, vocab_size: int = 1000) -> Cache:
+    """A cache of random states of about `num_bytes`: texts of 2048 tokens in shards of 32768, with prompts of 8."""
+    target = random_target(hidden_size, vocab_size)
     T = 2048
     torch.manual_seed(0)  # the prompts decide the splits
     hidden_TD = torch.randn(T, hidden_size)

@@ -40,6 +40,19 @@ def render(
     )
 
 
+def thinking_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> bool | None:
+    """Whether answers begin with thoughts, with these variables; None where the template has no such switch."""
+    prompt_ids = render(tokenizer, messages, template)
+    modes = {thinking: render(tokenizer, messages, {**template, **_switched(thinking)}) for thinking in (True, False)}
+    if modes[True] == modes[False]:
+        return None
+    return next((thinking for thinking, ids in modes.items() if ids == prompt_ids), None)
+
+
+def _switched(thinking: bool) -> dict[str, bool]:
+    return {"thinking": thinking, "enable_thinking": thinking}  # Kimi's name and Qwen's
+
+
 @dataclass(frozen=True)
 class ChatMarks:
     """What a target's chats are cut at.
@@ -65,18 +78,9 @@ class ChatMarks:
         thinking, instant = (_header(target, tokenizer, mode) for mode in (True, False))
         return cls(thinking, instant, target.end_ids, tokenizer)
 
-    def mode(self, prompt_ids: Sequence[int]) -> bool | None:
-        """Whether an answer to this prompt begins with thoughts; None where the template has no such switch."""
-        if self.thinking == self.instant:
-            return None
-        for header, thinks in sorted([(self.thinking, True), (self.instant, False)], key=lambda h: -len(h[0])):
-            if tuple(prompt_ids[-len(header) :]) == header:
-                return thinks
-        return None
-
 
 def _header(target: Target, tokenizer: Any, thinking: bool) -> tuple[int, ...]:
-    template = {"thinking": thinking, "enable_thinking": thinking}  # Kimi's name and Qwen's
+    template = _switched(thinking)
     question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
     start = [question]
     try:

@@ -1,7 +1,7 @@
 """The target's own answers to a list of prompts: what heads are trained on and judged by.
 
-`load_prompts` reads prompts, `Generator` lets the target answer them in this process, `read_conversations` reads the
-answers back.
+`load_prompts` reads prompts, `Generator` lets the target answer them, in this process or in a server,
+`read_conversations` reads the answers back.
 
 Letters: B batch, T tokens, V vocabulary.
 """
@@ -23,33 +23,41 @@ from threading import Event
 from typing import Any
 
 import torch
+import transformers
 from jinja2 import TemplateError
 from torch import Tensor
 from tqdm import tqdm
 
+from medusa_k25.answer_client import END, LIMIT, Answer, Ask, Engine, answer_all, open_engine
+from medusa_k25.chat import render, thinking_of
 from medusa_k25.data.splits import split_of
+from medusa_k25.server import Server
 from medusa_k25.target import Target, TargetModel, cpu_has_bf16_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PACKAGE = "package"
+MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 FAILED_KEYS = {"id", "group", "messages", "error"}
 ANSWER_KEYS = set("id group messages prompt_ids answer_ids answer finish_reason sampling dtype label".split())
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for its next answer: the last message is the user's."""
+    """A conversation that waits for its next answer: the last message is the user's or a tool's result."""
 
     id: str
     group: str | None
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
+    label: str | None = None  # the user's own, such as the kind of traffic
+    tools: list[dict[str, Any]] | None = None  # that the answer may call
 
 
 def load_prompts(source: str, download: bool = False) -> list[Prompt]:
     """The prompts of `source`: "package" (the 502 shipped ones), a .jsonl or .parquet file, or a `datasets` name.
 
-    A row is {"prompt": text} or {"messages": [...]}, with an optional "id" (default: a hash of the messages) and an
-    optional "topic" or "group". Messages after the last one of the user are left out: the target answers itself.
+    A row is {"prompt": text} or {"messages": [...]}, with an optional "id" (default: a hash of the messages), "topic"
+    or "group", "label" and "tools". Messages after the last one of the user or of a tool are left out: the target
+    answers itself.
     A `datasets` name takes its train split, from the local datasets cache unless `download` allows the network.
 
     Raises ValueError for a broken row (with file and line), for duplicate ids and when there is no row at all.
@@ -136,23 +144,41 @@ def _prompt(row: Any, place: str) -> Prompt:
     messages = row.get("messages")
     if messages is None:
         messages = [{"role": "user", "content": row.get("prompt")}]
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in messages
-    ):
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
         raise ValueError(
             f'{place}: expected "prompt" as text or "messages" as a list of {{"role": text, "content": text}}, '
             f"got the keys {sorted(row)}"
         )
-    turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    turns = [index for index, message in enumerate(messages) if message["role"] in ("user", "tool")]
     if not turns:
         raise ValueError(f'{place}: none of the {len(messages)} messages has the role "user"')
-    messages = [{"role": message["role"], "content": message["content"]} for message in messages[: turns[-1] + 1]]
+    messages = [
+        {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
+        for message in messages[: turns[-1] + 1]
+    ]
+    tools = row.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f'{place}: expected "tools" as a list of objects, got {type(tools).__name__}')
     group = row.get("topic") if row.get("topic") is not None else row.get("group")
-    name = row.get("id")
+    name, label = row.get("id"), row.get("label")
     if name is None:
         name = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-    return Prompt(id=str(name), group=None if group is None else str(group), messages=messages)
+    return Prompt(
+        id=str(name),
+        group=None if group is None else str(group),
+        messages=messages,
+        label=None if label is None else str(label),
+        tools=tools,
+    )
+
+
+def _is_message(message: Any) -> bool:
+    """Text of someone; only an answer that calls tools may have none."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or (
+        message.get("content") is None and bool(message.get("tool_calls"))
+    )
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> str:
@@ -199,18 +225,36 @@ class GenerateReport:
 class _Job:
     prompt: Prompt
     prompt_ids: list[int]
-    dtype: torch.dtype
+    dtype: str
     max_new_tokens: int  # less than the generator's where the context ends
 
 
 @dataclass(frozen=True)
-class Generator:
-    """Batched decoding by the target in this process; greedy at temperature 0, which is what the proof set needs.
+class GeneratePlan:
+    """What is to be answered, and by whom."""
 
-    max_new_tokens: limit of an answer, end token included. batch_size: prompts decoded together. workers: batches
-    decoded side by side on a CPU. dtype: a name in DTYPES or "auto"; heldout_dtype: the same for prompts of the
-    held-out split, which form the proof set.
-    template: more variables for the chat template, such as {thinking: true}.
+    target: Target
+    jobs: list[_Job]  # of all prompts that can be answered
+    failures: list[dict[str, Any]]  # rows of those that cannot
+    done: Mapping[str, Mapping[str, Any]]  # id -> row, of those that are in the file
+    tokenizer: Any
+    origin: dict[str, Any]  # of all answers; whether there are tools is the prompt's own matter
+    engine: Engine | None  # None: this process
+
+    @property
+    def todo(self) -> list[_Job]:
+        return [job for job in self.jobs if job.prompt.id not in self.done]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """The target's answers; greedy at temperature 0, which is what the proof set needs.
+
+    max_new_tokens: limit of an answer, end token included. template: more variables for the chat template, such as
+    {thinking: false}.
+    In this process: batch_size: prompts decoded together. workers: batches decoded side by side on a CPU. dtype: a name
+    in DTYPES or "auto"; heldout_dtype: the same for prompts of the held-out split, which form the proof set.
+    From a server: concurrency: requests at a time. timeout_s: for one answer.
 
     Batches depend on the list of prompts only, not on what is already done: an interrupted run that is continued
     ends with the same text as one that was not, also where rounding depends on a batch's company.
@@ -225,9 +269,11 @@ class Generator:
     top_p: float = 1.0
     seed: int = 0
     template: Mapping[str, Any] = field(default_factory=dict)
+    concurrency: int = 64
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size", "workers"):
+        for name in ("max_new_tokens", "batch_size", "workers", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.temperature < 0:
@@ -241,85 +287,98 @@ class Generator:
             return {"mode": "greedy", "temperature": 0.0, "top_p": 1.0}
         return {"mode": "sampled", "temperature": float(self.temperature), "top_p": float(self.top_p)}
 
-    def run(self, target: Target, prompts: Sequence[Prompt], out: Path) -> GenerateReport:
-        """Append an answer or an error to `out` for every prompt that it lacks, and print how many there are of each.
+    def plan(self, target: Target, prompts: Sequence[Prompt], out: Path, server: str | None = None) -> GeneratePlan:
+        """Render the prompts and print how many `out` lacks, and what answers them. Writes nothing.
 
-        `out` is appended and fsynced batch by batch: a killed run loses the batch it was in, and the same call
-        continues. A prompt fails when it is empty, when the chat template refuses it or when it fills the model's
-        context. Its row then has an "error", stays, and counts as done (delete the line to try again).
-
-        Raises ValueError when `out` holds answers to other prompts under the same ids, or by other settings.
+        server: address of an SGLang server, or of an OpenAI-compatible one; None: the target in this process.
+        Raises ValueError when `out` holds answers to other prompts under the same ids, or by other settings, and when
+        the server serves another target; OSError when there is no server.
         """
-        started = time.perf_counter()
-        device = default_device()
+        from transformers import AutoConfig
+
         tokenizer = target.load_tokenizer()
-        jobs, failures = self._prepare(target, tokenizer, prompts, device)
-        _drop_torn_line(out)
+        if tokenizer.chat_template is None:
+            raise ValueError(f"the tokenizer of {target.path} has no chat template; add chat_template.jinja to it")
+        context = AutoConfig.from_pretrained(target.path).get_text_config().max_position_embeddings
+        engine = None
+        if server is None:
+            device = default_device()
+            dtypes = [dtype_name(choose_dtype(name, device)) for name in (self.dtype, self.heldout_dtype)]
+        else:
+            engine = open_engine(Server(server, timeout_s=self.timeout_s), target, tokenizer)
+            dtypes = [engine.dtype, engine.dtype]
+            context = min(context, engine.context or context)
+        jobs, failures = self._prepare(tokenizer, prompts, context, *dtypes)
+        if engine is not None and jobs:
+            engine.require_target(jobs[0].prompt_ids)
         done = {row["id"]: row for row in read_conversations(out)} if out.exists() else {}
         self._require_same(jobs, done, out)
-        failures = [row for row in failures if row["id"] not in done]
-        _append(out, failures)
-
-        todo = sum(job.prompt.id not in done for job in jobs)
-        pending = [
-            batch
-            for dtype in dict.fromkeys(job.dtype for job in jobs)
-            for batch in self._batches([job for job in jobs if job.dtype == dtype])
-            if any(job.prompt.id not in done for job in batch)
-        ]
-        dtypes = " and ".join(dtype_name(dtype) for dtype in dict.fromkeys(batch[0].dtype for batch in pending))
+        origin = {
+            "engine": f"transformers {transformers.__version__}" if engine is None else engine.name,
+            "quantisation": target.quantisation if engine is None else engine.quantisation,
+            "thinking": thinking_of(tokenizer, jobs[0].prompt.messages, self.template) if jobs else None,
+        }
+        plan = GeneratePlan(target, jobs, failures, done, tokenizer, origin, engine)
+        if engine is None:
+            by = f"{' and '.join(dict.fromkeys(job.dtype for job in plan.todo))} on {device}"
+        else:
+            by = f"{engine.name} at {engine.server.url} with {engine.model}, {self.concurrency} requests at a time"
         print(
-            f"{target.name} answers {todo} of {len(prompts)} prompts ({self.sampling['mode']}, at most "
-            f"{self.max_new_tokens} tokens each) in {len(pending)} batches; {dtypes} on {device}",
+            f"{target.name} answers {len(plan.todo):,} of {len(prompts):,} prompts ({self.sampling['mode']}, at most "
+            f"{self.max_new_tokens:,} tokens each, {sum(job.max_new_tokens for job in plan.todo):,} in all); {by}",
             flush=True,
         )
-        success = tokens = 0
-        most = sum(job.max_new_tokens for batch in pending for job in batch)
-        with tqdm(total=most, desc="generate", unit=" tok", smoothing=0, mininterval=1) as bar:
-            with closing(self._answers(target, pending, device, bar)) as answered:
-                for batch, answers in answered:
-                    rows = [
-                        self._row(job, answer_ids, target.end_ids, tokenizer)
-                        for job, answer_ids in zip(batch, answers, strict=True)
-                        if job.prompt.id not in done
-                    ]
+        return plan
+
+    def run(self, target: Target, prompts: Sequence[Prompt], out: Path, server: str | None = None) -> GenerateReport:
+        """Append an answer or an error to `out` for every prompt that it lacks, and print how many there are of each.
+
+        `out` is appended and fsynced as answers come, in this process batch by batch: a killed run loses what it was
+        at, and the same call continues. A prompt fails when it is empty, when the chat template or the server refuses
+        it or when it fills the model's context. Its row then has an "error", stays, and counts as done (delete the line
+        to try again).
+
+        Raises what `plan` does, and OSError when the server is gone or answers nobody any more.
+        """
+        started = time.perf_counter()
+        plan = self.plan(target, prompts, out, server)
+        _drop_torn_line(out)
+        failures = [row for row in plan.failures if row["id"] not in plan.done]
+        _append(out, failures)
+        failed, success, tokens = len(failures), 0, 0
+        answering = self._decoded if plan.engine is None else self._served
+        with tqdm(desc="generate", unit=" tok", smoothing=0, mininterval=1) as bar:
+            with closing(answering(plan, bar)) as answered:
+                for answers in answered:
+                    rows = [self._row(job, answer, plan) for job, answer in answers if job.prompt.id not in plan.done]
                     _append(out, rows)
-                    success += len(rows)
-                    tokens += sum(len(row["answer_ids"]) for row in rows)
-                    bar.total = most = most - sum(job.max_new_tokens for job in batch) + sum(map(len, answers))
-        report = GenerateReport(
-            success, len(failures), len(prompts) - success - len(failures), tokens, time.perf_counter() - started
-        )
+                    answer_lengths = [len(row["answer_ids"]) for row in rows if "error" not in row]
+                    success += len(answer_lengths)
+                    failed += len(rows) - len(answer_lengths)
+                    tokens += sum(answer_lengths)
+        report = GenerateReport(success, failed, len(prompts) - success - failed, tokens, time.perf_counter() - started)
         print(f"{report} -> {out}")
         return report
 
     def _prepare(
-        self, target: Target, tokenizer: Any, prompts: Sequence[Prompt], device: str
+        self, tokenizer: Any, prompts: Sequence[Prompt], context: int, dtype: str, heldout_dtype: str
     ) -> tuple[list[_Job], list[dict[str, Any]]]:
-        """(jobs, rows of the prompts that cannot be answered)"""
-        from transformers import AutoConfig
-
-        if tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer of {target.path} has no chat template; add chat_template.jinja to it")
-        context = AutoConfig.from_pretrained(target.path).get_text_config().max_position_embeddings
-        dtypes = {name: choose_dtype(name, device) for name in (self.dtype, self.heldout_dtype)}
+        """(jobs, rows of the prompts that cannot be answered). context: tokens of prompt and answer."""
         jobs, failures = [], []
         for prompt in prompts:
+            last = prompt.messages[-1]
             try:
-                if not prompt.messages[-1]["content"].strip():
+                if last["role"] == "user" and not last["content"].strip():
                     raise ValueError("the prompt is empty")
-                prompt_ids = tokenizer.apply_chat_template(
-                    prompt.messages, add_generation_prompt=True, return_dict=False, **self.template
-                )
+                prompt_ids = render(tokenizer, prompt.messages, self.template, prompt.tools)
                 if len(prompt_ids) >= context:
                     raise ValueError(f"the prompt has {len(prompt_ids)} tokens, the context of the model {context}")
             except (TemplateError, ValueError) as error:
-                row = {"id": prompt.id, "group": prompt.group, "messages": prompt.messages, "error": str(error)}
-                failures.append(row)
+                failures.append(_failed(prompt, str(error)))
                 continue
             heldout = split_of(prompt.group, prompt_key(prompt_ids)) == "heldout"
-            dtype = dtypes[self.heldout_dtype if heldout else self.dtype]
-            jobs.append(_Job(prompt, prompt_ids, dtype, min(self.max_new_tokens, context - len(prompt_ids))))
+            limit = min(self.max_new_tokens, context - len(prompt_ids))
+            jobs.append(_Job(prompt, prompt_ids, heldout_dtype if heldout else dtype, limit))
         return jobs, failures
 
     def _require_same(self, jobs: Sequence[_Job], done: Mapping[str, Mapping[str, Any]], out: Path) -> None:
@@ -328,9 +387,10 @@ class Generator:
             row = done.get(job.prompt.id)
             if row is None or "error" in row:
                 continue
-            expected = {"sampling": self.sampling, "dtype": dtype_name(job.dtype)}
+            expected = {"sampling": self.sampling, "dtype": job.dtype}
             differing = [f"{key} {row[key]}, now {value}" for key, value in expected.items() if row[key] != value]
-            if row["finish_reason"] == "length" and len(row["answer_ids"]) != job.max_new_tokens:
+            rendered = row["origin"].get("ids") == "rendered"  # other ids than were counted
+            if row["finish_reason"] == LIMIT and len(row["answer_ids"]) != job.max_new_tokens and not rendered:
                 differing.append(f"at most {len(row['answer_ids'])} tokens, now {job.max_new_tokens}")
             if row["prompt_ids"] != job.prompt_ids:
                 differing.append("another prompt or chat template")
@@ -346,21 +406,52 @@ class Generator:
         ordered = sorted(jobs, key=lambda job: (-len(job.prompt_ids), job.prompt.id))
         return [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
 
-    def _answers(
-        self, target: Target, pending: Sequence[list[_Job]], device: str, bar: tqdm
-    ) -> collections.abc.Generator[tuple[list[_Job], list[list[int]]], None, None]:
-        """(batch, its answers), in order. On a CPU `workers` batches are decoded side by side, each on its share of the
-        cores: products this small lose a sixth of their speed when all cores have to meet after each of them."""
-        threads = torch.get_num_threads()
+    def _served(
+        self, plan: GeneratePlan, bar: tqdm
+    ) -> collections.abc.Generator[list[tuple[_Job, Answer | str]], None, None]:
+        """[(job, its answer or why there is none)], as the server answers."""
+        assert plan.engine is not None
+        jobs = plan.todo
+        most = sum(job.max_new_tokens for job in jobs)
+        asks = [
+            Ask(job.prompt_ids, job.max_new_tokens, self.temperature, self.top_p, self._seed(job) % 2**31)
+            for job in jobs
+        ]
+        with closing(answer_all(plan.engine, asks, self.concurrency)) as answers:
+            for index, answer in answers:
+                tokens = len(answer.ids) if isinstance(answer, Answer) else 0
+                bar.total = most = most - jobs[index].max_new_tokens + tokens
+                bar.update(tokens)
+                yield [(jobs[index], answer)]
+
+    def _decoded(
+        self, plan: GeneratePlan, bar: tqdm
+    ) -> collections.abc.Generator[list[tuple[_Job, Answer | str]], None, None]:
+        """[(job, its answer)] of a batch, in order. On a CPU `workers` batches are decoded side by side, each on its
+        share of the cores: products this small lose a sixth of their speed when all cores have to meet after each of
+        them."""
+        pending = [
+            batch
+            for dtype in dict.fromkeys(job.dtype for job in plan.jobs)
+            for batch in self._batches([job for job in plan.jobs if job.dtype == dtype])
+            if any(job.prompt.id not in plan.done for job in batch)
+        ]
+        bar.total = most = sum(job.max_new_tokens for batch in pending for job in batch)
+        target, device, threads = plan.target, default_device(), torch.get_num_threads()
         for dtype, group in groupby(pending, key=lambda batch: batch[0].dtype):
             batches = list(group)
             workers = min(self.workers, len(batches)) if device == "cpu" else 1
             stop = Event()
-            decode = partial(self._decode, target.load_model(dtype, device), target.end_ids, bar, stop)
+            decode = partial(self._decode, target.load_model(DTYPES[dtype], device), target.end_ids, bar, stop)
             share = max(1, threads // workers)
             with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,)) as pool:
                 try:
-                    yield from zip(batches, pool.map(decode, batches), strict=True)
+                    for batch, answers in zip(batches, pool.map(decode, batches), strict=True):
+                        bar.total = most = most - sum(job.max_new_tokens for job in batch) + sum(map(len, answers))
+                        yield [
+                            (job, Answer(ids, END if ids[-1] in target.end_ids else LIMIT))
+                            for job, ids in zip(batch, answers, strict=True)
+                        ]
                 finally:
                     stop.set()  # after an error or Ctrl-C nobody waits for the other batches
                     torch.set_num_threads(threads)
@@ -425,10 +516,12 @@ class Generator:
         """Uniform numbers [B, max_new_tokens] that depend on seed and prompt id only; float64."""
         draws = []
         for job in batch:
-            digest = hashlib.sha256(f"{self.seed}:{job.prompt.id}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            generator = torch.Generator().manual_seed(self._seed(job))
             draws.append(torch.rand(self.max_new_tokens, generator=generator, dtype=torch.float64))
         return torch.stack(draws)
+
+    def _seed(self, job: _Job) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self.seed}:{job.prompt.id}".encode()).digest()[:7], "big")
 
     def _choose(self, logits_BV: Tensor, draws_B: Tensor) -> Tensor:
         """The next token of each row, int64 [B]; of equal logits the lowest id."""
@@ -442,20 +535,28 @@ class Generator:
         choice_B1 = torch.searchsorted(kept_BV, draws_B[:, None] * kept_BV[:, -1:], right=True)
         return ids_BV.gather(1, choice_B1).squeeze(1)
 
-    def _row(self, job: _Job, answer_ids: list[int], end_ids: Sequence[int], tokenizer: Any) -> dict[str, Any]:
-        stopped = answer_ids[-1] in end_ids
+    def _row(self, job: _Job, answer: Answer | str, plan: GeneratePlan) -> dict[str, Any]:
+        if isinstance(answer, str):
+            return _failed(job.prompt, answer)
+        text_ids = answer.ids[:-1] if answer.finish_reason == END else answer.ids
+        origin = {"tools": job.prompt.tools is not None, "ids": "rendered" if answer.rendered else "generated"}
         return {
             "id": job.prompt.id,
             "group": job.prompt.group,
             "messages": job.prompt.messages,
             "prompt_ids": job.prompt_ids,
-            "answer_ids": answer_ids,
-            "answer": tokenizer.decode(answer_ids[:-1] if stopped else answer_ids),
-            "finish_reason": "stop" if stopped else "length",
+            "answer_ids": answer.ids,
+            "answer": plan.tokenizer.decode(text_ids),
+            "finish_reason": answer.finish_reason,
             "sampling": self.sampling,
-            "dtype": dtype_name(job.dtype),
-            "label": None,
+            "dtype": job.dtype,
+            "label": job.prompt.label,
+            "origin": plan.origin | origin,
         }
+
+
+def _failed(prompt: Prompt, error: str) -> dict[str, Any]:
+    return {"id": prompt.id, "group": prompt.group, "messages": prompt.messages, "error": error}
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -22,6 +22,9 @@ def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     cache = Cache.open(Path(cfg.cache), target)
     served = load_served(Path(cfg.export_dir))
+    made_from = served.config.get("medusa_k25", {}).get("cache_fingerprint")  # not known of blank and of foreign heads
+    if made_from is not None and not cfg.allow_other_cache:
+        cache.refuse_other(made_from, cfg.export_dir)
     lm_head_MD = served.vocabulary.rows(target.lm_head).float()
     drafter = Drafter(served.heads.float(), served.vocabulary, lm_head_MD, served.tree)
     documents = documents_of(cache, "heldout")[: cfg.decode_prompts]

@@ -23,6 +23,8 @@ def main(cfg: DictConfig) -> None:
     run_dir = Path(cfg.run_dir)
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
     checkpoint.refuse_other_target(target)
+    if not cfg.allow_other_cache:
+        cache.refuse_other(checkpoint.record["cache_fingerprint"], str(checkpoint.path))
     device = default_device()
     lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
     heads = checkpoint.heads.to(device)
@@ -30,7 +32,8 @@ def main(cfg: DictConfig) -> None:
     untrained.init_lm_heads(lm_head_MD)
     evaluation = instantiate(cfg.evaluate).run(cache, heads, untrained, checkpoint.vocabulary, lm_head_MD)
     print(acceptance_table(evaluation))
-    update_report(run_dir, "evaluate", {"checkpoint": str(checkpoint.path)} | evaluation.as_json())
+    made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": cache.fingerprint}
+    update_report(run_dir, "evaluate", made_from | evaluation.as_json())
     print(f"wrote {write_page(run_dir)}")
 
 

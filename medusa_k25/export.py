@@ -50,13 +50,16 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
         tree = Tree(record["tree"])
     else:
         cache = Cache.open(Path(cfg.cache), target)
+        if not cfg.allow_other_cache:
+            cache.refuse_other(record["cache_fingerprint"], str(checkpoint.path))
         lm_head_MD = vocabulary.rows(target.lm_head).float()
         calibration = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
         tree = best_tree(calibration, cfg.num_nodes, cfg.max_width)
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     evaluation = read_report(run_dir).get("evaluate")
-    if evaluation is not None and evaluation["checkpoint"] != str(checkpoint.path):
-        evaluation = None  # of other heads
+    made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
+    if evaluation is not None and any(evaluation[key] != value for key, value in made_from.items()):
+        evaluation = None  # of other heads, or on other text
     rows = measured_rows(record, evaluation, tree.paths, heads.num_heads)
     write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows)
     update_report(

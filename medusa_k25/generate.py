@@ -1,4 +1,8 @@
-"""The target's own answers to prompts: python -m medusa_k25.generate [prompts=FILE] [generate.max_new_tokens=64]"""
+"""The target's own answers to prompts: python -m medusa_k25.generate [prompts=FILE] [generate.max_new_tokens=64]
+
+With server=URL an SGLang server, or an OpenAI-compatible one that takes token ids, gives the answers.
+With dry_run=true it only says how many prompts and tokens that would be.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +22,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def generate(cfg: DictConfig, target: Target) -> None:
-    report = instantiate(cfg.generate).run(target, load_prompts(cfg.prompts), Path(cfg.conversations))
+    generator, prompts, conversations = instantiate(cfg.generate), load_prompts(cfg.prompts), Path(cfg.conversations)
+    if cfg.dry_run:
+        generator.plan(target, prompts, conversations, cfg.server)
+        print("dry run: nothing was written")
+        return
+    report = generator.run(target, prompts, conversations, cfg.server)
     update_report(Path(cfg.run_dir), "generate", {"conversations": cfg.conversations, **asdict(report)})
 
 

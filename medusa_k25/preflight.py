@@ -108,6 +108,7 @@ def summarise(
     positions_a_step = windows_a_step * cfg.data.window
     steps_an_epoch = ceil(len(data.windows) / windows_a_step)  # a step never crosses an epoch
     documents = {split: len(documents) for split, documents in data.documents.items()}
+    left_out = len(data.cache.documents) - sum(documents.values())
     states_GB = data.cache.num_states * cost.D * data.cache.storage_dtype.itemsize / GB
     share = GPU_SHARE_OF_PEAK if cost.device_type == "cuda" else CPU_SHARE_OF_PEAK
     # ranks on a CPU share its cores
@@ -128,7 +129,9 @@ def summarise(
         [
             f"target      {target.name}: D={cost.D:,}, V={target.vocab_size:,}",
             f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states in "
-            f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}",
+            f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}"
+            + (f"; {left_out} left out, their prompts are in a split that is reported on" if left_out else ""),
+            *([f"stage       {data.stage}"] if data.stage is not None else []),
             f"heads       {cost.K} x {type(heads).__name__}: {cost.trained / 1e6:.2f} M parameters",
             f"vocabulary  {cost.M:,} of {target.vocab_size:,} tokens: "
             f"{', '.join(f'{share:.1%} of the {text} text' for text, share in coverage.items())}",
@@ -167,6 +170,8 @@ IDENTITY = {
 FREE = {
     "data.batch_size",
     "data.num_workers",
+    "data.stage_dir",
+    "data.stage_gb",
     "trainer.max_steps",
     "trainer.devices",
     "trainer.num_nodes",

@@ -25,7 +25,7 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Server:
     """url: such as http://127.0.0.1:30000. retries: of a call that did not get through or found the server failing.
-    timeout_s: how long a call may stand still.
+    timeout_s: how long a call may stand still; what took longer would do so again, so it is not tried again.
 
     A server with a key gets it from the environment variable MEDUSA_K25_API_KEY; no message ever contains it.
     """
@@ -64,6 +64,9 @@ class Server:
                 if error.code < 500 and error.code not in LATER:
                     raise Refused(error.code, text) from None
                 cause = f"{error.code} {text}"
+            except TimeoutError:
+                cause = f"nothing came for {self.timeout_s:g} s"
+                break
             # URLError is an OSError; what is not JSON is a ValueError; half an answer is an HTTPException
             except (OSError, ValueError, http.client.HTTPException) as error:
                 cause = str(error) or type(error).__name__

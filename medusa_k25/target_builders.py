@@ -53,6 +53,7 @@ TINY_CHAT_TEMPLATE = """\
 <|im_assistant|>assistant<|im_middle|><think>{%- if thinking is false -%}</think>{%- endif -%}
 {%- endif -%}"""
 
+
 def local(path: str, name: str | None = None) -> Target:
     """A checkpoint folder, or the name of a model that is in the local Hugging Face cache."""
     return Target.open(find_checkpoint(path), name)

@@ -133,6 +133,8 @@ def train(cfg: DictConfig) -> None:
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         sys.exit(EXIT_REQUEUE)
+    if training.data.stage is not None:
+        say(f"staged in {training.data.stage}")
     conclude(cfg, training)
 
 

@@ -2,12 +2,16 @@
 
 import errno
 import json
+import math
+import multiprocessing
 import pickle
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from medusa_k25.cache import Cache, CacheWriter, self_check, verify
+from medusa_k25.cache.alignment import Sample, Scores, unlike_its_own_text
 from medusa_k25.cache.manifest import sealed_line
 from medusa_k25.cache.writer import quantise
 from medusa_k25.target import Target
@@ -390,6 +395,52 @@ def test_a_writer_killed_at_work(tmp_path: Path) -> None:
     assert_stored(Cache.open(tmp_path), wanted + [make_document("mine"), make_document("last")])
 
 
+def fill(path: Path, writer: str, started: Any) -> None:
+    """In a process of its own: store what the cache lacks of this writer's documents, and tell when it begins."""
+    with CacheWriter.open(path, STUB, "bfloat16", "test", writer, shard_tokens=300) as opened:
+        started.set()
+        for document in documents_of_writer(writer):
+            if document["id"] not in opened.ids:
+                opened.add(**document)
+
+
+def documents_of_writer(writer: str) -> list[dict[str, Any]]:
+    return [make_document(f"{writer}{i}", T=20 + 7 * (i % 40), seed=i) for i in range(150)]
+
+
+def test_two_writers_killed_twenty_four_times(tmp_path: Path) -> None:
+    """At any moment: the cache opens, all that was finished stays as it was, and the same commands complete it."""
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # a process that has imported all of this, forked anew each time
+    context.set_forkserver_preload([__name__])
+    moments = random.Random(0)
+    stored: dict[str, str] = {}  # shard -> its sha256
+    grew = 0
+    for _ in range(24):
+        started = [context.Event() for _ in "ab"]
+        processes = [context.Process(target=fill, args=(tmp_path, *each)) for each in zip("ab", started, strict=True)]
+        for process in processes:
+            process.start()
+        assert all(event.wait(60) for event in started)
+        for process in moments.sample(processes, 2):
+            time.sleep(moments.uniform(0, 0.04))
+            process.kill()
+            process.join()
+        cache = Cache.open(tmp_path)
+        assert all(faults == [] for faults in verify(cache))
+        now = {cache.shard_path(shard).name: cache.shard_sha256(shard) for shard in range(cache.num_shards)}
+        assert stored.items() <= now.items()
+        grew += len(now) > len(stored)
+        stored = now
+    assert grew >= 3, "killed before anything was stored: the moments are badly chosen"
+    for writer in "ab":
+        fill(tmp_path, writer, context.Event())
+    cache = Cache.open(tmp_path)
+    assert all(faults == [] for faults in verify(cache))
+    assert_stored(cache, [document for writer in "ab" for document in documents_of_writer(writer)])
+
+
 def test_one_process_a_writer_name(tmp_path: Path) -> None:
     with CacheWriter.open(tmp_path, STUB, "float32", "test") as writer:
         writer.add(**make_document("a"))
@@ -422,7 +473,8 @@ def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, large: dict[s
     with (
         largest_file(20_000),
         pytest.raises(
-            OSError, match="cannot store shards/main-00001.*The 1 shards before it are safe; free some space"
+            OSError,
+            match=r"cannot store shards/main-00001.* MB are free there. The 1 shards before it are safe; free at least",
         ),
         CacheWriter.open(tmp_path, STUB, "float32", "test", shard_tokens=1) as writer,
     ):
@@ -623,12 +675,12 @@ def test_damage_inside_a_shard_is_found(
 
 
 def test_verify_reports_every_shard_and_documents_stored_twice(tmp_path: Path) -> None:
-    for writer in ("one", "two"):  # neither sees the other's document when it starts
-        path = tmp_path / writer
-        write(path, [make_document("a"), make_document(writer)], writer=writer, shard_tokens=1)
-    for folder in ("index", "shards"):
-        shutil.copytree(tmp_path / "two" / folder, tmp_path / "one" / folder, dirs_exist_ok=True)
-    assert list(verify(Cache.open(tmp_path / "one"))) == [[], [], ["document 'a': stored twice"], []]
+    writers = [CacheWriter.open(tmp_path, STUB, "float32", "test", name, shard_tokens=1) for name in ("one", "two")]
+    for writer in writers:  # neither sees the other's document
+        writer.add(**make_document("a"))
+        writer.add(**make_document(writer.writer))
+        writer.close()
+    assert list(verify(Cache.open(tmp_path))) == [[], [], ["document 'a': stored twice"], []]
 
 
 def test_a_cache_can_be_sent_to_another_process(tmp_path: Path) -> None:
@@ -644,11 +696,13 @@ def test_a_cache_can_be_sent_to_another_process(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that a tiny target wrote, [B, T], and its states before and after the final norm, [B, T, D]."""
+    """Texts that a tiny target wrote, [B, T], and its states [B, T, D]."""
 
     target: Target
     prompt_length: int
+    sampling: dict[str, Any]
     ids_BT: Tensor
+    earlier_BTD: Tensor  # before the last layer
     before_BTD: Tensor
     after_BTD: Tensor
 
@@ -670,7 +724,7 @@ class Texts:
                     positions_M=positions_M,
                     prompt_length=self.prompt_length,
                     finish_reason="length",
-                    sampling={},
+                    sampling=self.sampling,
                     dtype="float32",
                     label=None,
                     origin={},
@@ -696,7 +750,10 @@ def texts(request: pytest.FixtureRequest, tiny_llama: Target) -> Texts:
     hook = model.model.model.norm.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0].clone()))
     after_BTD = model.hidden(ids_BT)
     hook.remove()
-    return Texts(tiny_llama, prompt_length, ids_BT, before[0], after_BTD)
+    earlier_BTD = model.model.model(ids_BT, output_hidden_states=True).hidden_states[-2]
+    temperature = 0.0 if request.param == "greedy" else float(request.param.split()[1])
+    sampling = {"temperature": temperature, "top_p": 1.0}
+    return Texts(tiny_llama, prompt_length, sampling, ids_BT, earlier_BTD, before[0], after_BTD)
 
 
 @pytest.mark.parametrize("storage_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
@@ -706,6 +763,7 @@ def test_aligned_states_pass_the_self_check(texts: Texts, tmp_path: Path, storag
     assert report.positions > 100
     assert report.agreement > 2 * max(report.agreement_with_current, report.agreement_with_second)
     assert 0.9 < report.rms_low <= report.rms_high < 1.02
+    assert report.expected_agreement == pytest.approx(report.agreement, abs=0.12)
     assert self_check(cache, texts.target) == report  # the same positions every time
     assert self_check(cache, texts.target, max_positions=64).positions <= 64
     Cache.open(tmp_path, texts.target)
@@ -723,8 +781,12 @@ def test_aligned_states_pass_the_self_check(texts: Texts, tmp_path: Path, storag
         (lambda texts: texts.after_BTD.flip(0), "no known convention"),  # states of other texts
         (lambda texts: texts.norm(texts.before_BTD.flip(2)), "no known convention"),  # states of another model
         (lambda texts: texts.after_BTD.roll(4, 1), "no known convention"),
+        (
+            lambda texts: texts.norm(texts.earlier_BTD),
+            "states of an unknown layer|no known convention; an unknown layer",
+        ),
     ],
-    ids=["-1", "+1", "pre-norm", "norm twice", "pre-norm and +1", "other texts", "other model", "-4"],
+    ids=["-1", "+1", "pre-norm", "norm twice", "pre-norm and +1", "other texts", "other model", "-4", "other layer"],
 )
 def test_the_self_check_names_what_the_data_seems_to_have(
     texts: Texts, tmp_path: Path, storage_dtype: str, change: Callable[[Texts], Tensor], seems: str
@@ -732,6 +794,60 @@ def test_the_self_check_names_what_the_data_seems_to_have(
     texts.capture(tmp_path, change(texts), storage_dtype)
     with pytest.raises(ValueError, match=f"The data seems to have: {seems}"):
         Cache.open(tmp_path, texts.target)
+
+
+@pytest.mark.parametrize("texts", ["greedy"], indirect=True)  # a random model's sampled text is too varied to tell
+def test_another_numbering_of_the_tokens_is_named(texts: Texts, tmp_path: Path) -> None:
+    """Every token means another one, as with another tokenizer of the same size."""
+    order_V = torch.randperm(texts.target.vocab_size, generator=torch.Generator().manual_seed(1))
+    replace(texts, ids_BT=order_V[texts.ids_BT]).capture(tmp_path, texts.after_BTD)
+    with pytest.raises(ValueError, match="The data seems to have: token ids of another tokenizer"):
+        Cache.open(tmp_path, texts.target)
+
+
+@pytest.mark.parametrize("texts", ["greedy", "temperature 0.7"], indirect=True)
+def test_states_too_sure_of_their_text_are_refused(texts: Texts, tmp_path: Path) -> None:
+    """Aligned and normed, as those of another layer or revision may be: here, a quarter of them is noise."""
+    generator = torch.Generator().manual_seed(2)
+    noise_BTD = texts.norm(
+        texts.before_BTD.flatten(0, 1)[torch.randperm(24 * 28, generator=generator)].view(24, 28, -1)
+    )
+    wrong_BT1 = torch.rand(24, 28, 1, generator=generator) < 0.3
+    texts.capture(tmp_path, torch.where(wrong_BT1, noise_BTD, texts.after_BTD))
+    with pytest.raises(ValueError, match="states of an unknown layer, or of another revision of the target"):
+        Cache.open(tmp_path, texts.target)
+
+
+def test_text_of_unknown_sampling_passes(texts: Texts, tmp_path: Path) -> None:
+    cache = replace(texts, sampling={"temperature": None, "top_p": None}).capture(tmp_path, texts.after_BTD)
+    assert self_check(cache, texts.target).expected_agreement is None
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "peak", "share", "wrong"),
+    [
+        (0.0, 1.0, 1.0, 1.0, False),
+        (0.0, 1.0, 1.0, 0.93, False),  # bf16 text, fp8 states
+        (0.0, 1.0, 1.0, 0.6, True),  # SmolLM2's layer before the last
+        (1.0, 1.0, 0.54, 0.53, False),  # SmolLM2
+        (1.0, 1.0, 0.58, 0.41, True),  # its layer before the last
+        (1.0, 1.0, 0.54, 0.9, True),  # greedy text, said to be sampled
+        (0.7, 0.95, 0.73, 0.77, False),
+        (0.7, 0.6, 0.6, 0.95, False),  # a narrow nucleus may leave the first choice alone
+        (math.nan, 1.0, 0.54, 1.0, False),  # greedy or sampled, nobody says
+        (math.nan, 1.0, 0.54, 0.3, True),  # but not at any temperature up to 1
+    ],
+)
+def test_how_often_the_first_choice_is_taken(
+    temperature: float, top_p: float, peak: float, share: float, wrong: bool
+) -> None:
+    N = 500
+    ranks_N3 = torch.ones(N, 3, dtype=torch.long)
+    ranks_N3[: round(share * N), 1] = 0
+    sample = Sample(torch.empty(N, 0), ranks_N3, torch.full((N,), temperature), torch.full((N,), top_p))
+    expected, unlike = unlike_its_own_text(sample, Scores(ranks_N3, torch.full((N,), peak)))
+    assert unlike == wrong
+    assert expected == (None if math.isnan(temperature) else pytest.approx(peak))
 
 
 def test_a_cache_without_labels_does_not_pass_the_self_check(texts: Texts, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     target = dataclasses.replace(target, end_ids=tuple(range(5, target.vocab_size, 12)))
     out = tmp_path_factory.mktemp("made") / "conversations.jsonl"
     empty = Prompt("empty", None, [{"role": "user", "content": ""}])
-    Generator(max_new_tokens=24, dtype="float32").run(target, [*PROMPTS, empty], out)
+    generator = Generator(max_new_tokens=24, dtype="float32", template={"thinking": False})
+    generator.run(target, [*PROMPTS, empty], out)
     return target, out
 
 

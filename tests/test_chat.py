@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_k25.chat import ChatMarks, answer_mask, render, require_mask, show
+from medusa_k25.chat import ChatMarks, answer_mask, render, require_mask, show, thinking_of
 from medusa_k25.target import Target
 from medusa_k25.target_builders import tiny_tokenizer
 from tests.conftest import write_tiny_llama
@@ -71,16 +71,22 @@ def test_marks_of_kimi(k25_marks: ChatMarks) -> None:
     assert decode(k25_marks.thinking) == "<|im_assistant|>assistant<|im_middle|><think>"
     assert decode(k25_marks.instant) == "<|im_assistant|>assistant<|im_middle|><think></think>"
     assert decode(k25_marks.end_ids) == "<|im_end|>"
-    for thinking in (True, False):
-        prompt = render(k25_marks.tokenizer, [{"role": "user", "content": "Hi"}], {"thinking": thinking})
-        assert k25_marks.mode(prompt) is thinking
-        assert k25_marks.mode(prompt[:-2]) is None
 
 
 def test_marks_of_chatml(chatml_marks: ChatMarks) -> None:
     assert chatml_marks.tokenizer.decode(chatml_marks.thinking) == "<|im_start|>assistant\n"
     assert chatml_marks.thinking == chatml_marks.instant
-    assert chatml_marks.mode(list(chatml_marks.instant)) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [({}, True), ({"thinking": True}, True), ({"thinking": False}, False)]
+)
+def test_the_mode_of_a_template(
+    k25_marks: ChatMarks, chatml_marks: ChatMarks, template: dict[str, bool], expected: bool
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    assert thinking_of(k25_marks.tokenizer, messages, template) is expected
+    assert thinking_of(chatml_marks.tokenizer, messages, template) is None
 
 
 def test_a_template_that_needs_a_system_prompt(tmp_path: Path) -> None:
@@ -246,7 +252,7 @@ def test_the_kept_ids_are_the_answers_of_any_chatml(
 def test_a_rendered_history_is_masked(k25_marks: ChatMarks) -> None:
     """Thoughts of earlier turns are stripped by the template; tool calls belong to the answer, their results do not."""
     call = {"id": "functions.sum:0", "type": "function", "function": {"name": "sum", "arguments": '{"a": 2}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "reasoning_content": "hm", "content": "Hello"},
         {"role": "user", "content": "2+2?"},

@@ -114,14 +114,15 @@ def test_the_cards_figures_are_the_evaluations_or_the_checkpoints_or_none(run_di
     ]
     rows += [row("heads, tree", 4, [[0], [1], [2]], 999), row("untrained heads, tree", 4, TREE, 999)]
     path = run_dir / "checkpoints" / "step-000070"
-    update_report(run_dir, "evaluate", {"checkpoint": str(path), "rows": rows})
+    made_from = {"checkpoint": str(path), "cache_fingerprint": "f" * 64}
+    update_report(run_dir, "evaluate", made_from | {"rows": rows})
     run(run_dir, tiny_llama)
     assert table_of(card_of(run_dir / "export")[1]) == [
         "| heads, tree | 4 | 1.400 | 1.100 to 2.200 |",
         "| n-gram lookup | 4 | 1.200 | 1.100 to 2.200 |",
     ]
     # an evaluation of other heads says nothing about these
-    update_report(run_dir, "evaluate", {"checkpoint": "elsewhere", "rows": rows})
+    update_report(run_dir, "evaluate", made_from | {"checkpoint": "elsewhere", "rows": rows})
     run(run_dir, tiny_llama)
     assert "| heads, tree | 4 | 1.312 | not computed |" in table_of(card_of(run_dir / "export")[1])
 

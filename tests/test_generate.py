@@ -268,7 +268,7 @@ def test_an_answer_ends_with_the_context(llama: Target, tmp_path: Path) -> None:
     [
         ({"temperature": 0.7}, "sampling"),
         ({"dtype": "bfloat16", "heldout_dtype": "bfloat16"}, "dtype float32, now bfloat16"),
-        ({"template": {"thinking": True}}, "another prompt or chat template"),
+        ({"template": {"thinking": False}}, "another prompt or chat template"),
     ],
 )
 def test_other_settings_are_refused(llama: Target, tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -323,33 +324,12 @@ def test_another_convention_is_refused_before_anything_is_stored(
 def test_the_layer_before_the_last_is_refused(
     target: Target, texts: list[Known], conversations: Path, tmp_path: Path
 ) -> None:
-    """It predicts the next token well enough for a convention to be seen, but not as well as it believes."""
+    """It predicts the next token, but not as well as it should at the temperature that the conversations name."""
     write_vllm(tmp_path / "files", [with_last_layer(lambda text: text.before_TLD[:, -2])(text) for text in texts])
-    with pytest.raises(
-        ValueError, match=r"nothing was imported .* by \d.\d+ nats more than expected .*of another layer"
-    ):
-        Import("vllm", tmp_path / "files", Capture(), conversations).run(target, tmp_path / "cache")
+    importing = Import("vllm", tmp_path / "files", Capture(), conversations)
+    with pytest.raises(ValueError, match="nothing was imported .*The data seems to have: states of an unknown layer"):
+        importing.run(target, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_text_that_the_target_may_not_have_written_is_noted(
-    target: Target, texts: list[Known], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where the target has written it, for sure, something is wrong; where it was made from text, it may be that."""
-    others = []
-    for text in texts:
-        P, ids_T = len(text.row["prompt_ids"]), text.ids_T.clone()
-        ids_T[P + 2 :: 3] = (ids_T[P + 2 :: 3] + 100) % 480
-        others.append(replace(text, ids_T=ids_T, row=text.row | {"answer_ids": ids_T[P:].tolist()}))
-    write_specforge(tmp_path / "specforge", others)
-    write_sglang_json(tmp_path / "sglang/answers.jsonl", others)
-    assert Import("specforge", tmp_path / "specforge", Capture()).run(target, tmp_path / "cache").stored == len(texts)
-    assert "note: their tokens surprise the states by" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="nothing was imported .*surprise the states by .*or text of another model"):
-        Import("sglang_json", tmp_path / "sglang", Capture()).run(target, tmp_path / "other")
-    write_specforge(tmp_path / "right", texts)
-    Import("specforge", tmp_path / "right", Capture()).run(target, tmp_path / "right cache")
-    assert "note" not in capsys.readouterr().out
 
 
 def test_files_of_another_convention_are_not_added_to_a_good_cache(
@@ -368,7 +348,9 @@ def test_states_of_another_target_are_refused(
     target: Target, tiny_llama: Target, texts: list[Known], tmp_path: Path
 ) -> None:
     write_vllm(tmp_path / "files", texts)
-    with pytest.raises(ValueError, match="nothing was imported from .*no known convention; another target"):
+    with pytest.raises(
+        ValueError, match="nothing was imported from .*no known convention; an unknown layer, another target"
+    ):
         Import("vllm", tmp_path / "files", Capture()).run(tiny_llama, tmp_path / "cache")
     wide = [replace(text, before_TLD=text.before_TLD.repeat(1, 1, 2)) for text in texts]
     write_vllm(tmp_path / "wide", wide)
@@ -704,12 +686,13 @@ def test_a_killed_import_goes_on(target: Target, texts: list[Known], tmp_path: P
             while not (line := server.stdout.readline().strip()).isdecimal():
                 assert line, "the process that forks has ended"
             index = cache / "index/main.jsonl"
-            before, deadline = index.stat().st_size if index.exists() else 0, time.monotonic() + 60
+            before, deadline = index.stat().st_size if index.exists() else 0, time.monotonic() + 10
             if kill % 2:  # half of them once it is storing, the others before it
                 while (not index.exists() or index.stat().st_size == before) and time.monotonic() < deadline:
                     time.sleep(0.001)
             time.sleep(draws.uniform(0, 0.1))
-            os.kill(int(line), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was faster
+                os.kill(int(line), signal.SIGKILL)
             while server.stdout.readline().strip() != "gone":
                 pass
             if (cache / "manifest.json").exists():

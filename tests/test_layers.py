@@ -11,10 +11,11 @@ ROOT = Path(__file__).parents[1]
 # to the left of it; conversations are made from a target, and a capture reads them.
 LAYERS = {
     "package": ["", "data.splits"],  # data.splits: one hash, which generation asks too
-    "target": ["target", "target_builders", "conversations"],
+    "target": ["target", "target_builders", "chat", "server", "answer_client", "conversations"],
     "cache": [
-        *("cache", "cache.manifest", "cache.shard", "cache.check", "cache.reader", "cache.writer", "cache.capture"),
-        *("cache.record_client", "cache.producers", "cache.imports"),
+        "cache",
+        *(f"cache.{name}" for name in ("manifest", "shard", "check", "alignment", "reader", "staging", "writer")),
+        *(f"cache.{name}" for name in ("capture", "record_client", "producers", "imports")),
     ],
     "data": ["data", "data.labels", "data.windows", "data.sampler", "data.datamodule"],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],

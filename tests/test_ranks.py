@@ -136,7 +136,8 @@ def resumed(job, whole, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
 
     def of(name, *overrides, strategy=None, **what):
-        return job(folder / name, f"strategy={strategy or name}", "data.num_workers=2", *overrides, **what)
+        options = ("data.num_workers=2", f"data.stage_dir={folder / 'stage'}")
+        return job(folder / name, f"strategy={strategy or name}", *options, *overrides, **what)
 
     def last(name):
         return find_checkpoint(folder / name / "checkpoints", "last").name
@@ -175,10 +176,18 @@ def resumed(job, whole, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["one", "ddp", "zero2", "zero3"])
 def test_a_killed_run_goes_on_bit_for_bit(whole, resumed, name):
-    """12 steps of 2 micro-batches over 3 epochs; the resumed runs load with 2 workers, the whole ones with none."""
+    """12 steps of 2 micro-batches over 3 epochs; the resumed runs load a staged cache with 2 workers, the whole ones
+    the cache itself with none."""
     assert metrics(resumed / name) == metrics(whole / name)
     a, b = weights(whole / name), weights(resumed / name)
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_ranks_share_one_stage(cache, resumed):
+    [copies] = (resumed / "stage").glob("*/shards")
+    assert copies.parent.name == cache.fingerprint[:16]
+    for shard in range(cache.num_shards):
+        assert (copies / cache.shard_path(shard).name).read_bytes() == cache.shard_path(shard).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["zero2-then-1-rank", "zero3-then-1-rank", "zero1-then-2-ranks"])

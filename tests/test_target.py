@@ -433,7 +433,7 @@ def test_norm_weights_are_far_from_one(tiny_k25: Target, tiny_llama: Target) -> 
 
 def test_tiny_k25_chat_format(tiny_k25: Target) -> None:
     tokenizer = tiny_k25.load_tokenizer()
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "<think>hm</think>Hello"},

@@ -5,7 +5,9 @@ import json
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -15,6 +17,8 @@ from lightning.pytorch.callbacks import Callback
 
 from medusa_k25 import train as training
 from medusa_k25.acceptance import Evaluator
+from medusa_k25.cache import Cache, staging
+from medusa_k25.cache.staging import Stage
 from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, compose
 from medusa_k25.data.labels import IGNORE
@@ -258,6 +262,60 @@ def test_the_arithmetic_of_short_epochs(config, tiny_k25, cache):
     """A step never crosses an epoch, so a step of more windows than there are is an epoch."""
     built = training.build(config("data.batch_size=1000"), tiny_k25, cache)
     assert "12 steps, 1 an epoch: 12.0 epochs of 1,012 positions; 3 validations of" in built.summary
+
+
+def test_a_prompt_that_another_split_reports_on_is_left_out_and_counted(config, tiny_k25, cache):
+    assert "left out" not in training.build(config(), tiny_k25, cache).summary
+    copy = Cache.open(cache.path)
+    train, heldout = documents_of(copy, "train"), documents_of(copy, "heldout")
+    for document, reported in zip(train[:2], heldout, strict=False):
+        # the group keeps it in training text, whatever its prompt
+        copy.documents[copy.documents.index(document)] = replace(document, group=document.hash, hash=reported.hash)
+    built = training.build(config(), tiny_k25, copy)
+    assert f"documents: {len(train) - 2} train, " in built.summary
+    assert "; 2 left out, their prompts are in a split that is reported on" in built.summary
+    assert {run.document.id for run in built.data.windows.runs} == {document.id for document in train[2:]}
+
+
+def test_a_staged_run_is_the_same_run_and_says_what_is_staged(config, cache, tmp_path, capsys):
+    training.train(config(f"run_dir={tmp_path / 'plain'}"))
+    assert "stage  " not in capsys.readouterr().out
+    stage = f"data.stage_dir={tmp_path / 'stage'}"
+    training.train(config(stage, "data.stage_gb=0.5"))
+    out = capsys.readouterr().out
+    folder = f"{tmp_path / 'stage' / cache.fingerprint[:16]}: "
+    assert f"stage       {folder}0 of {cache.num_shards} shards, 0.00 GB of" in out
+    assert f"staged in {folder}{cache.num_shards} of {cache.num_shards} shards" in out
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
+    training.train(config(stage))  # where shards are copied to is not what makes a run
+    out = capsys.readouterr().out
+    assert f"stage       {folder}{cache.num_shards} of {cache.num_shards} shards" in out
+    assert f"{cache.num_shards} of them from an earlier run (at most 500.00 GB); not copying\n" in out
+    with pytest.raises(ValueError, match="expected more than 0"):
+        training.train(config(stage, "data.stage_gb=0"))
+
+
+@pytest.mark.parametrize("how", [kill, terminate])
+def test_staging_ends_with_the_run(config, tmp_path, monkeypatch, how):
+    real, stop, stopping = staging.blocks, Stage.stop, threading.Event()
+
+    def slow(path):
+        for block in real(path):
+            assert stopping.wait(60)
+            yield block
+
+    def stop_in_the_middle(stage):
+        stage._stopping.set()
+        stopping.set()
+        stop(stage)
+
+    monkeypatch.setattr(staging, "blocks", slow)
+    monkeypatch.setattr(Stage, "stop", stop_in_the_middle)
+    with_callback(monkeypatch, StopAt(3, how))
+    with pytest.raises((Killed, SystemExit)):
+        training.train(config(f"data.stage_dir={tmp_path / 'stage'}"))
+    assert not any(thread.name == "stage" for thread in threading.enumerate())
+    assert [path for path in (tmp_path / "stage").rglob("*") if path.is_file() and path.suffix != ".lock"] == []
 
 
 def test_folders_of_the_user_are_neither_read_nor_dropped(config, tmp_path, monkeypatch):

@@ -83,3 +83,13 @@ def test_the_tree_is_chosen_again_where_its_limits_are_others(run_verb):
     assert tree("max_width=1") == Tree.chain(2)
     assert tree("num_nodes=4") == Tree.chain(3)  # these heads are fitted to the text
     assert tree("tree=[[0],[2]]") == Tree([[0], [2]])
+
+
+def test_heads_and_trees_of_another_cache_are_refused(run_verb, tiny_llama, tmp_path):
+    """Its training text may be this one's held-out text."""
+    other = cache_of(tiny_llama, tmp_path / "other", num_documents=39, end_ids=tiny_llama.end_ids)
+    run_verb(export)
+    for verb, *overrides in ((evaluate,), (export, "num_nodes=4"), (decode,)):
+        with pytest.raises(ValueError, match=f"comes from another cache .* than {other.path} is now .*has grown, or"):
+            run_verb(verb, f"cache={other.path}", *overrides)
+        run_verb(verb, f"cache={other.path}", "allow_other_cache=true", "decode_prompts=1", *overrides)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from medusa_k25.cache.check import SelfCheck, self_check
+from medusa_k25.cache.alignment import SelfCheck, self_check
 from medusa_k25.cache.manifest import STORAGE_DTYPES
 from medusa_k25.cache.reader import Cache
 from medusa_k25.cache.writer import CacheWriter

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from medusa_k25.cache.alignment import self_check
 from medusa_k25.cache.capture import Capture, CaptureReport, Row, part_of, require_room, writer_name
-from medusa_k25.cache.check import self_check, spread, surprise
+from medusa_k25.cache.check import spread
 from medusa_k25.cache.producers import PRODUCERS, Producer, Sample, Unfinished
 from medusa_k25.cache.reader import Cache, Document
 from medusa_k25.cache.shard import as_bytes
@@ -36,8 +37,6 @@ from medusa_k25.target import Target
 FIRST_PLACEHOLDER = 1_000_000  # SGLang writes an image as ids from here on: this number plus a hash of the image
 SAMPLED_TEXTS = 100
 SAMPLED_TOKENS = 64  # of an answer: enough for the check
-ROUNDING_SURPRISE = 0.1  # nats a token that storage in a narrow dtype may add
-LOWEST_TEMPERATURE = 0.25  # stands for greedy text: near ties are decided by rounding
 COMPARED_FILES = 8  # of those that were imported before
 TEXTS_AHEAD = 3
 NORM_ROWS = 64  # at a time: they stay in the CPU's cache, which is three times as fast as all rows at once
@@ -213,11 +212,6 @@ class Import:
             raise ValueError(f"{self.path} holds no files of {self.source}; expected names such as {names}")
         return files, unfinished
 
-    @property
-    def _own_text(self) -> bool:
-        """Whether the texts are said to be the target's own."""
-        return self.conversations is not None or self.producer.ids == "generated"
-
     def _writer(self, cache: Path, target: Target, name: str = "main") -> CacheWriter:
         engine = f"files of {self.source}"
         return CacheWriter.open(cache, target, self.capture.storage_dtype, engine, name, self.capture.shard_tokens)
@@ -237,26 +231,14 @@ class Import:
                 return  # what is left over is faulty, and will be named
             if not writer.ids:
                 raise ValueError(f"none of {len(documents)} texts from {self.path} can be stored: {first_of(faults)}")
-            refused = (
-                f"nothing was imported from {self.path}: {len(writer.ids)} of its texts were read as {self.source} "
-                f"writes them ({self.producer.known}), but "
-            )
-            opened = Cache.open(cache, target, check=False)
             try:
-                self_check(opened, target)
+                self_check(Cache.open(cache, target, check=False), target)
             except ValueError as error:
-                raise ValueError(f"{refused}{str(error).removeprefix(f'{cache}: ')}") from None
-            temperatures = [document["sampling"]["temperature"] for document in documents.values()]
-            temperature = 1.0 if None in temperatures else max(LOWEST_TEMPERATURE, *temperatures)
-            more, error_of_more = surprise(opened, target, temperature)
-        if more > 3 * error_of_more + ROUNDING_SURPRISE:
-            found = (
-                f"their tokens surprise the states by {more:.2f} nats more than expected (0 or less where the target "
-                "wrote the text): states of another layer or of another revision of the target, "
-            )
-            if all(document["origin"]["ids"] != "rendered" for document in documents.values()) and self._own_text:
-                raise ValueError(f"{refused}{found}or text of another model")
-            print(f"note: {found}or, as it may well be here, text that the target did not write")
+                found = str(error).removeprefix(f"{cache}: ")
+                raise ValueError(
+                    f"nothing was imported from {self.path}: {len(writer.ids)} of its texts were read as {self.source} "
+                    f"writes them ({self.producer.known}), but {found}"
+                ) from None
 
 
 @dataclass(frozen=True)

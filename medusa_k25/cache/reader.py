@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from medusa_k25.cache.check import check_sample, self_check
+from medusa_k25.cache.alignment import self_check
+from medusa_k25.cache.check import check_sample
 from medusa_k25.cache.manifest import STORAGE_DTYPES, Manifest, finished_lines, read_index
 from medusa_k25.cache.shard import Slot, as_bytes, map_tensors, read_header
 
@@ -51,6 +52,10 @@ class Cache:
         self._shards: list[dict[str, Any]] = []  # without "documents"
         self._slots: list[dict[str, Slot]] = []
         self._mapped: dict[int, dict[str, Tensor]] = {}
+        self.stage: Path | None = (
+            None  # a folder with copies of shards, see `staging`: states are read there if they can
+        )
+        self._staged: set[int] = set()  # shards whose copy was found there
         digest = hashlib.sha256((path / "manifest.json").read_bytes())
         for file in sorted((path / "index").glob("*.jsonl")):
             content = file.read_bytes()
@@ -131,6 +136,19 @@ class Cache:
                 "cache was made with, or capture again"
             )
 
+    def refuse_other(self, fingerprint: str, what: str) -> None:
+        """ValueError unless `what` was derived from this cache as it is: `fingerprint` is that of the cache it knows.
+
+        A draft vocabulary and a tree are chosen on a cache's training and calibration text; on another cache that text
+        may be the one that is reported on.
+        """
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{what} comes from another cache ({fingerprint[:16]}) than {self.path} is now ({self.fingerprint[:16]}"
+                "; it has grown, or is another): name the cache it was made from, train anew, or set "
+                "allow_other_cache=true if none of this held-out text was trained on"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mapped": {}}  # another process maps the files itself
 
@@ -143,6 +161,9 @@ class Cache:
 
     def shard_sha256(self, shard: int) -> str:
         return self._shards[shard]["sha256"]
+
+    def shard_bytes(self, shard: int) -> int:
+        return self._shards[shard]["bytes"]
 
     def _map(self, shard: int) -> dict[str, Tensor]:
         if shard not in self._mapped:
@@ -207,12 +228,40 @@ class Cache:
         """
         buffer = as_bytes(out)
         offset = self._slots[shard]["hidden"].start + start * self.hidden_size * self.storage_dtype.itemsize
-        with self.shard_path(shard).open("rb", buffering=0) as file:
-            while buffer:
-                count = os.preadv(file.fileno(), [buffer], offset)
-                if count == 0:
-                    raise ValueError(
-                        f"shard {self.shard_path(shard)} has become shorter than its index says: truncated?; "
-                        "restore the file, or remove its line from the index and capture again"
-                    )
-                buffer, offset = buffer[count:], offset + count
+        if (copy := self._copy(shard)) is not None:
+            try:
+                read_fully(copy, buffer, offset)
+                return
+            except (OSError, EOFError):  # a copy may go at any time: whoever needs the disk may delete it
+                self._staged.discard(shard)
+        try:
+            read_fully(self.shard_path(shard), buffer, offset)
+        except EOFError:
+            raise ValueError(
+                f"shard {self.shard_path(shard)} has become shorter than its index says: truncated?; "
+                "restore the file, or remove its line from the index and capture again"
+            ) from None
+
+    def _copy(self, shard: int) -> Path | None:
+        """The staged copy of a shard if there is a whole one. Whether one has appeared is looked up at every read."""
+        if self.stage is None:
+            return None
+        copy = self.stage / self._shards[shard]["shard"]
+        if shard not in self._staged:
+            try:
+                if copy.stat().st_size != self.shard_bytes(shard):
+                    return None
+            except OSError:
+                return None
+            self._staged.add(shard)
+        return copy
+
+
+def read_fully(path: Path, buffer: memoryview, offset: int) -> None:
+    """Fill the buffer with the file's bytes from `offset` on; EOFError if it ends before."""
+    with path.open("rb", buffering=0) as file:
+        while buffer:
+            count = os.preadv(file.fileno(), [buffer], offset)
+            if count == 0:
+                raise EOFError
+            buffer, offset = buffer[count:], offset + count

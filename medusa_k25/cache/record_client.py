@@ -6,8 +6,6 @@ The server writes the cache, on its own disk. From here come the tokens, and wha
 import hashlib
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from uuid import uuid4
 
 from tqdm import tqdm
 
+from medusa_k25.cache.alignment import self_check
 from medusa_k25.cache.capture import (
     Answers,
     CaptureReport,
@@ -27,8 +26,8 @@ from medusa_k25.cache.capture import (
     row_length,
     stored_ids,
 )
-from medusa_k25.cache.check import self_check
 from medusa_k25.cache.reader import Cache
+from medusa_k25.server import Refused, Server
 from medusa_k25.target import Target
 
 KEY = "medusa_k25"  # of the server's state, and of a request's mark
@@ -43,10 +42,6 @@ class Plan:
     server: list[dict[str, Any]]  # what it says about its recording, an entry a data-parallel rank
     seen_here: bool  # whether its folder is
     todo: list[Row]
-
-
-class Refused(Exception):
-    """The server answered that it will not take a request."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,7 @@ class Replay:
     leave_out: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not self.server.startswith(("http://", "https://")):
-            raise ValueError(f"server={self.server}: expected an address such as http://127.0.0.1:30000")
+        Server(self.server)  # refuses what is no address
 
     def plan(self, target: Target, conversations: Path, cache: Path) -> "Plan":
         """What is to be sent; prints what it takes where the server's folder can be seen, and sends nothing.
@@ -201,25 +195,7 @@ class Replay:
         self._call("/generate", request)
 
     def _call(self, path: str, content: dict[str, Any] | None = None) -> Any:
-        """JSON from the server. Refused when it says that the request is at fault, OSError when it is gone."""
-        request = urllib.request.Request(self.server.rstrip("/") + path)
-        if content is not None:
-            request.data = json.dumps(content).encode()
-            request.add_header("Content-Type", "application/json")
-        for attempt in range(self.retries + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                text = error.read(1000).decode(errors="replace")
-                if error.code < 500 and error.code != 429:
-                    raise Refused(f"{error.code} {text}") from None
-                cause = f"{error.code} {text}"
-            except (OSError, ValueError) as error:  # URLError is an OSError; what is not JSON is a ValueError
-                cause = str(error)
-            if attempt < self.retries:
-                time.sleep(min(0.2 * 2**attempt, 10))
-        raise OSError(f"no answer from {self.server}{path}: {cause}; when it is there, run the same command again")
+        return Server(self.server, self.retries, self.timeout_s).call(path, content)
 
     def _states(self) -> list[dict[str, Any]]:
         """What the server says about its recording, an entry a data-parallel rank."""

@@ -8,6 +8,7 @@ The package reads these files too.
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,15 +56,22 @@ def write_shard(path: Path, columns: dict[str, list[Tensor]]) -> tuple[int, str]
         offset = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        parts = [len(text).to_bytes(8, "little"), text]
-        for part in parts + [as_bytes(piece) for pieces in columns.values() for piece in pieces]:
+    parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+    parts += [as_bytes(piece) for pieces in columns.values() for piece in pieces]
+    with ThreadPoolExecutor(1) as background, path.open("wb") as file:
+        digest = background.submit(sha256_of, parts)  # takes about as long as to write them
+        for part in parts:
             file.write(part)
-            digest.update(part)
         file.flush()
         os.fsync(file.fileno())
-    return 8 + len(text) + offset, digest.hexdigest()
+    return 8 + len(text) + offset, digest.result()
+
+
+def sha256_of(parts: list[bytes | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def read_header(path: Path, expected_bytes: int) -> dict[str, Slot]:

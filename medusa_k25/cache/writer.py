@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +55,9 @@ class CacheWriter:
         self.shard_tokens = shard_tokens
         self._documents: list[dict[str, Any]] = []  # accepted, not yet in a shard
         self._columns: list[dict[str, Tensor]] = []
+        # their states, one after the other; used again for every shard: fresh memory costs as much as the disk
+        self._hidden_RD = torch.empty(0, manifest.hidden_size, dtype=STORAGE_DTYPES[manifest.storage_dtype])
+        self._rows = 0
         self._tokens = 0
         self._interrupted = False  # in the middle of storing a shard
         self.manifest_sha256 = manifest_digest(path)
@@ -165,11 +169,15 @@ class CacheWriter:
         }
         json.dumps(document)  # what cannot be stored must fail here, not take a whole shard with it
         columns = {"token_ids": ids_T.int(), "loss_mask": mask_T.clone(), "hidden_positions": positions_M.clone()}
-        storage_dtype = STORAGE_DTYPES[self.manifest.storage_dtype]
-        if storage_dtype == torch.float8_e4m3fn:
-            columns["hidden"], columns["hidden_scales"] = quantise(hidden_MD)
-        else:
-            columns["hidden"] = hidden_MD.to(storage_dtype, copy=True).contiguous()
+        if self._hidden_RD.dtype == torch.float8_e4m3fn:
+            hidden_MD, columns["hidden_scales"] = quantise(hidden_MD)
+        rows = self._rows + len(hidden_MD)
+        if rows > len(self._hidden_RD):
+            larger_RD = self._hidden_RD.new_empty(max(rows, self.shard_tokens), self.manifest.hidden_size)
+            larger_RD[: self._rows] = self._hidden_RD[: self._rows]
+            self._hidden_RD = larger_RD
+        self._hidden_RD[self._rows : rows] = hidden_MD
+        self._rows = rows
         self.ids.add(id)
         self._documents.append(document)
         self._columns.append(columns)
@@ -185,6 +193,7 @@ class CacheWriter:
         starts = torch.tensor([0] + [document["length"] for document in self._documents]).cumsum(0)
         pieces = {name: [columns[name] for columns in self._columns] for name in self._columns[0]}
         pieces["document_starts"] = [starts[:-1]]
+        pieces["hidden"] = [self._hidden_RD[: self._rows]]
         pieces["hidden_positions"] = [p + start for p, start in zip(pieces["hidden_positions"], starts, strict=False)]
         order = ("document_starts", "hidden_positions", "token_ids", "hidden_scales", "hidden", "loss_mask")
         name = f"shards/{self.writer}-{self._next:05d}.safetensors"
@@ -211,14 +220,18 @@ class CacheWriter:
             self._index.truncate(listed)
             temporary.unlink(missing_ok=True)
             (self.path / name).unlink(missing_ok=True)
-            size = sum(tensor.nbytes for columns in self._columns for tensor in columns.values())
+            size = sum(piece.nbytes for column in pieces.values() for piece in column)
+            free = shutil.disk_usage(self.path).free
             raise OSError(
                 error.errno,
-                f"cannot store {name} ({size / 1e6:,.1f} MB) in {self.path}: {error.strerror}. The {self._next} shards "
-                f"before it are safe; free some space and run the same command again, it continues after them",
+                f"cannot store {name} ({size / 1e6:,.1f} MB) in {self.path}: {error.strerror}, {free / 1e6:,.1f} MB "
+                f"are free there. The {self._next} shards before it are safe; free at least {size / 1e6:,.1f} MB a "
+                "shard that is to come, or move the whole folder to a larger disk, and run the same command again: it "
+                "continues after them",
             ) from error
         self._next += 1
-        self._documents, self._columns, self._tokens = [], [], 0
+        self._documents, self._columns = [], []
+        self._tokens = self._rows = 0
         self._interrupted = False
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from medusa_k25.cache import Cache
+from medusa_k25.cache.staging import Stage
 from medusa_k25.data.sampler import Position, StepShares
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.windows import Run, Windows, documents_of, future_of, runs_of
@@ -86,7 +88,8 @@ def mixed(runs: Sequence[Run]) -> list[Run]:
 class MedusaData(L.LightningDataModule):
     """`window` positions are read in one go (consecutive on disk); a micro-batch takes `batch_size` windows a rank.
 
-    With `teacher_states` the states that a distillation loss needs are read too (`windows.Batch`).
+    With `teacher_states` the states that a distillation loss needs are read too (`windows.Batch`). With `stage_dir`
+    the shards are copied there while training reads, at most `stage_gb`, and read from there where they are.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class MedusaData(L.LightningDataModule):
         window: int,
         batch_size: int,
         num_workers: int,
+        stage_dir: str | None,
+        stage_gb: float,
         seed: int,
     ):
         super().__init__()
@@ -125,6 +130,21 @@ class MedusaData(L.LightningDataModule):
             for split in VALIDATION_SPLITS[:2]
         )
         self.validation_runs = [calibration, heldout, mixed(self.windows.runs)[: len(heldout)]]
+        self.stage: Stage | None = None
+        if stage_dir is not None:
+            read = (document.shard for split in reversed(VALIDATION_SPLITS) for document in self.documents[split])
+            self.stage = Stage(cache, Path(stage_dir), stage_gb * 1e9, list(dict.fromkeys(read)))  # for training first
+
+    def setup(self, stage: str) -> None:
+        if self.stage is not None and self._trainer().local_rank == 0:  # one process a machine copies
+            self.stage.start()
+
+    def teardown(self, stage: str) -> None:
+        if self.stage is not None:
+            self.stage.stop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.teardown("fit")
 
     def refuse_idle_ranks(self, world_size: int) -> None:
         """ValueError when a rank would have nothing to train on, ever."""

@@ -5,8 +5,14 @@ import os
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # read when sglang is imported
 
 import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -68,3 +74,31 @@ class _Signals:
 
     def running_phase_sigquit_handler(self) -> None:
         raise EngineDied
+
+
+@contextmanager
+def serving(target: Target, log: Path, **arguments: Any) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`python -m sglang.launch_server` in a process of its own: (its address, the process)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target.path), "--port", str(port)]
+    for name, value in (DEFAULTS | {"log_level": "info"} | arguments).items():
+        if value is not False and name != "enable_multimodal":
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 180
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -3,14 +3,10 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +28,7 @@ from medusa_k25.serving.sglang.graphs import capture_states
 from medusa_k25.serving.sglang.recorder import Settings
 from medusa_k25.serving.sglang.recording import Recording
 from tests.engines.sglang.accepting import TREE, accepting_heads, serve_from
-from tests.engines.sglang.engine import DEFAULTS
+from tests.engines.sglang.engine import serving
 
 GREEDY = {"mode": "greedy", "temperature": 0.0, "top_p": 1.0}
 NOISE = 2e-4
@@ -343,34 +339,6 @@ def bf16_noise(target, texts):
     exact, rounded = target.load_model(torch.float32), target.load_model(torch.bfloat16)
     batches = [torch.tensor([prompt + answer]) for prompt, answer in texts.values()]
     return max(float((exact.hidden(ids) - rounded.hidden(ids).float()).abs().max()) for ids in batches)
-
-
-@contextmanager
-def serving(target, log, **arguments):
-    """`python -m sglang.launch_server` in a process of its own: (its address, the process)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target.path), "--port", str(port)]
-    for name, value in (DEFAULTS | {"log_level": "info"} | arguments).items():
-        if value is not False and name != "enable_multimodal":
-            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 180
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def test_a_replay_is_a_capture(folder, tmp_path, tiny_llama):

@@ -117,6 +117,6 @@ def test_another_last_layer_is_refused(target: Target, tmp_path: Path) -> None:
     extracted = extract(tmp_path, target, [2, target.num_layers - 1])
     conversations = tmp_path / "conversations.jsonl"
     conversations.write_text(rows_of(extracted, target))
-    with pytest.raises(ValueError, match="nothing was imported from"):
+    with pytest.raises(ValueError, match="nothing was imported from .*(unknown layer|no known convention)"):
         Import("vllm", extracted.folder, Capture(), conversations).run(target, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
