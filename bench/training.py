@@ -57,7 +57,18 @@ def build(cache: Cache, vocab_size: int) -> tuple[MedusaModule, MedusaData]:
     torch.manual_seed(0)
     vocabulary = DraftVocabulary(torch.arange(vocab_size), vocab_size)
     everything_V = torch.ones(vocab_size, dtype=torch.bool)
-    data = MedusaData(cache, K, everything_V, False, window=WINDOW, batch_size=WINDOWS, num_workers=0, seed=0)
+    data = MedusaData(
+        cache,
+        K,
+        everything_V,
+        teacher_states=False,
+        window=WINDOW,
+        batch_size=WINDOWS,
+        num_workers=0,
+        seed=0,
+        stage_dir=None,
+        stage_gb=0,
+    )
     lm_head_VD = torch.randn(vocab_size, D) / D**0.5
     optimizer, schedule = partial(torch.optim.AdamW, lr=1e-3), partial(warmup_cosine, 0.05, 0.05)
     module = MedusaModule(ResidualHeads(D, K), vocabulary, lm_head_VD, MedusaLoss(), optimizer, schedule, 9, 10, 10)

@@ -65,7 +65,7 @@ step() {
     fi
 }
 
-OVERRIDES=("name=$NAME" "cache=$CACHE" "${ABOUT_TARGET[@]}") # what else changes is no reason to verify again
+OVERRIDES=("name=$NAME" "cache=$CACHE" verify=full "${ABOUT_TARGET[@]}") # what else changes is no reason to verify again
 step inspect "$RUN/report.json" "$CACHE"
 OVERRIDES=("name=$NAME" "cache=$CACHE" "$@")
 echo "# train"

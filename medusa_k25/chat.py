@@ -4,7 +4,7 @@ Letters: T tokens.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -146,8 +146,17 @@ def require_mask(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> No
 
 def show(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> str:
     """The decoded text, with [[what the mask keeps]] in brackets."""
-    parts = []
+    return bracketed(pieces(ids, mask, tokenizer))
+
+
+def pieces(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any | None) -> list[tuple[bool, str]]:
+    """(whether the mask keeps it, text) of one stretch after the other; without a tokenizer the ids instead."""
+    stretches = []
     for kept, group in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
-        text = tokenizer.decode([int(id) for id, _ in group])
-        parts.append(f"[[{text}]]" if kept else text)
-    return "".join(parts)
+        some = [int(id) for id, _ in group]
+        stretches.append((kept, tokenizer.decode(some) if tokenizer is not None else " ".join(map(str, some))))
+    return stretches
+
+
+def bracketed(pieces: Iterable[tuple[bool, str]]) -> str:
+    return "".join(f"[[{text}]]" if kept else text for kept, text in pieces)

@@ -1,10 +1,13 @@
-"""What is in a cache, and is every shard as it was written? python -m medusa_k25.inspect cache=FOLDER [target=NAME]
+"""What is in a cache, who made it, and is it what it claims to be?
 
-Opening checks that cache and target belong together; then everything is read once: about the time of copying it.
+python -m medusa_k25.inspect cache=FOLDER [target=NAME]               a sample is checked, everything is counted
+python -m medusa_k25.inspect cache=FOLDER [target=NAME] verify=full   every shard is re-hashed, every document checked
+
+Opening checks that cache and target belong together. Counting reads ids and masks, not the states.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,90 +16,154 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from medusa_k25.cache import Cache, Document, verify
+from medusa_k25.cache import Cache, self_check, verify
+from medusa_k25.cache.check import check_sample, index_faults, spread, unlisted_files
+from medusa_k25.cache_report import summary, write_cache_page
+from medusa_k25.chat import pieces
+from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.config import verb
-from medusa_k25.conversations import ends_in_loop
-from medusa_k25.data.splits import SPLITS, split_of
+from medusa_k25.conversations import default_device
+from medusa_k25.data.contents import Census, Histogram, Lengths, first_answer
+from medusa_k25.data.splits import split_of
+from medusa_k25.data.windows import documents_of
+from medusa_k25.fp8_cost import argmax_agreement, head_costs
 from medusa_k25.report import update_report
+from medusa_k25.target import Target
 
-
-@dataclass(frozen=True)
-class Contents:
-    """Of some documents of a cache."""
-
-    documents: int = 0
-    tokens: int = 0
-    answer_tokens: int = 0
-    states: int = 0
-    bytes: int = 0  # of the states
-    loops: int = 0  # answers that end in a repetition loop
+# verify -> positions of the self-check at most, in as many documents at most
+SELF_CHECKS = {"sample": (512, 256), "full": (8192, 8192)}
+SAMPLES = 4  # documents that are shown
 
 
 @verb("target")
 def main(cfg: DictConfig) -> None:
+    if cfg.verify not in SELF_CHECKS:
+        raise ValueError(f"verify={cfg.verify}: expected one of {', '.join(SELF_CHECKS)}")
     target = instantiate(cfg.target)
-    cache = Cache.open(Path(cfg.cache), target)
-    manifest = cache.manifest
-    print(f"{cache.path}: {cache.num_shards:,} shards, {manifest.storage_dtype} states of D={cache.hidden_size:,}")
-    print(f"written by {manifest.engine} with {manifest.target['name']} ({manifest.target['revision']})")
-    contents = [(document, contents_of(cache, document)) for document in cache.documents]
-    splits = add_up(((split_of(document.group, document.hash), part) for document, part in contents), SPLITS)
-    labels = add_up((document.label or "(no label)", part) for document, part in contents)
-    total = add_up(("total", part) for _, part in contents)
-    print(table("split", splits | total))
-    print(table("label", labels))
+    run_dir = Path(cfg.run_dir)
+    cache = Cache.open(Path(cfg.cache), target, check=False)
+    section = facts(cache) | {"verify": cfg.verify}
+    print(
+        f"{cache.path}: {cache.num_shards:,} shards, {cache.manifest.storage_dtype} states of D={cache.hidden_size:,}"
+    )
+    print(
+        f"written by {cache.manifest.engine} with {cache.manifest.target['name']} ({cache.manifest.target['revision']})"
+    )
+    for file, size in section["unlisted"].items():
+        print(f"note: {file} ({size / 1e6:,.1f} MB) is in no index: a killed writer left it, or one is at work")
+    if cfg.verify == "full":
+        section["damaged"] = damaged = damage(cache)
+        update_report(run_dir, "inspect", section)
+        for name, faults in damaged.items():
+            print(name, *faults, sep="\n  ")
+        if damaged:
+            raise ValueError(
+                f"{len(damaged)} files of {cache.path} are damaged: {', '.join(damaged)}; "
+                "restore them, or remove the shards' lines from the index and capture again"
+            )
+    check_sample(cache)
+    check = self_check(cache, target, *SELF_CHECKS[cfg.verify])
+    section |= counts(cache) | {
+        "self_check": asdict(check),
+        "fp8": fp8_cost(cache, target, run_dir / "checkpoints", cfg.checkpoint),
+        "samples": samples(cache, target),
+    }
+    update_report(run_dir, "inspect", section)
+    print(summary(section))
+    sound = f"{cache.num_shards:,} of {cache.num_shards:,} shards are sound; " if cfg.verify == "full" else ""
+    print(f"{sound}wrote {run_dir / 'report.json'} and {write_cache_page(run_dir)}")
 
-    faults = list(tqdm(verify(cache), total=cache.num_shards, desc="verify", unit="shard"))
-    damaged = {str(cache.shard_path(shard)): found for shard, found in enumerate(faults) if found}
-    section: dict[str, Any] = {
+
+def facts(cache: Cache) -> dict[str, Any]:
+    """What manifest and index say."""
+    manifest = cache.manifest
+    writers = Counter(cache.shard_path(shard).name.rpartition("-")[0] for shard in range(cache.num_shards))
+    return {
         "cache": str(cache.path),
         "fingerprint": cache.fingerprint,
         "engine": manifest.engine,
+        "created": manifest.created,
+        "target": {key: manifest.target[key] for key in ("name", "revision", "quantisation")},
         "storage_dtype": manifest.storage_dtype,
         "shards": cache.num_shards,
-        "total": asdict(total["total"]),
-        "splits": {name: asdict(part) for name, part in splits.items()},
-        "labels": {name: asdict(part) for name, part in labels.items()},
-        "damaged": damaged,
+        "writers": dict(writers),
+        "unlisted": {str(file): file.stat().st_size for file in unlisted_files(cache)},
     }
-    update_report(Path(cfg.run_dir), "inspect", section)
-    for shard, found in damaged.items():
-        print(shard, *found, sep="\n  ")
-    if damaged:
-        raise ValueError(
-            f"{len(damaged)} of {cache.num_shards} shards are damaged: {', '.join(damaged)}; "
-            "restore the files, or remove their lines from the index and capture again"
-        )
-    print(f"{cache.num_shards:,} of {cache.num_shards:,} shards are sound; wrote {Path(cfg.run_dir) / 'report.json'}")
 
 
-def contents_of(cache: Cache, document: Document) -> Contents:
-    answer_ids = cache.token_ids(document)[cache.loss_mask(document)]
-    states = document.row_stop - document.row_start
-    bytes_a_state = cache.hidden_size * cache.storage_dtype.itemsize
+def damage(cache: Cache) -> dict[str, list[str]]:
+    """File -> its faults, after reading everything."""
+    found = index_faults(cache)
+    sizes = [cache.shard_bytes(shard) for shard in range(cache.num_shards)]
+    with tqdm(total=sum(sizes), desc="verify", unit="B", unit_scale=True, smoothing=0) as bar:
+        for shard, faults in enumerate(verify(cache)):
+            if faults:
+                found[str(cache.shard_path(shard))] = faults
+            bar.update(sizes[shard])
+    return found
+
+
+def counts(cache: Cache) -> dict[str, Any]:
+    census = Census(cache)
+    lengths = {"prompt": census.prompts_N, "answer": census.answers_A, "document": census.lengths_N}
+    return {
+        "total": asdict(census.total()),
+        "splits": {name: asdict(part) for name, part in census.by_split().items()},
+        "labels": {name: asdict(part) for name, part in census.by_label().items()},
+        "lengths": {name: asdict(Lengths.of(some)) for name, some in lengths.items()},
+        "histograms": {name: asdict(Histogram.of(some)) for name, some in lengths.items()},
+        "duplicates": asdict(census.duplicates()),
+        "origins": census.origins(),
+    }
+
+
+def fp8_cost(cache: Cache, target: Target, checkpoints: Path, which: str | int) -> dict[str, Any]:
+    """What storing as fp8 would cost; "note" says what was measured, or why it was not."""
     if cache.storage_dtype == torch.float8_e4m3fn:
-        bytes_a_state += 4  # its scale
-    loops = int(ends_in_loop(answer_ids.tolist()))
-    return Contents(1, document.length, len(answer_ids), states, states * bytes_a_state, loops)
+        return {"note": "the states are stored as fp8: what that cost can only be measured on a cache stored wider"}
+    same_argmax, positions = argmax_agreement(cache, target.lm_head)
+    size = (cache.hidden_size + 4) / (cache.hidden_size * cache.storage_dtype.itemsize)
+    cost: dict[str, Any] = {"same_argmax": same_argmax, "positions": positions, "size": size}
+    try:
+        checkpoint = load_heads(find_checkpoint(checkpoints, which))
+        checkpoint.refuse_other_target(target)
+    except ValueError as error:  # a cache can be looked into without heads
+        return cost | {"note": f"not measured with heads: {error}"}
+    device = default_device()
+    heads = checkpoint.heads.to(device)
+    lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
+    costs = head_costs(cache, documents_of(cache, "heldout"), heads, lm_head_MD, checkpoint.vocabulary)
+    return cost | {
+        "heads": [
+            asdict(head)
+            | {
+                "top1": head.hits / max(head.labels, 1),
+                "top1_fp8": (head.hits + head.gained - head.lost) / max(head.labels, 1),
+                "points": head.points,
+                "points_error": head.points_error,
+            }
+            for head in costs
+        ],
+        "note": f"heads of {checkpoint.path}",
+    }
 
 
-def add_up(parts: Iterable[tuple[str, Contents]], names: Iterable[str] = ()) -> dict[str, Contents]:
-    """The sum of each named part: `names` first, also those without a document, then the others as they come."""
-    sums = {name: Contents() for name in names}
-    for name, part in parts:
-        so_far = sums.get(name, Contents())
-        sums[name] = Contents(*(a + b for a, b in zip(astuple(so_far), astuple(part), strict=True)))
-    return sums
-
-
-def table(title: str, parts: dict[str, Contents]) -> str:
-    columns = ("documents", "tokens", "answer tokens", "states", "GB of states", "end in a loop")
-    width = max(map(len, [title, *parts]))
-    lines = [f"\n{title:<{width}}" + "".join(f"{column:>15}" for column in columns)]
-    for name, part in parts.items():
-        counts = f"{part.documents:>15,}{part.tokens:>15,}{part.answer_tokens:>15,}{part.states:>15,}"
-        lines.append(f"{name:<{width}}{counts}{part.bytes / 1e9:>15.3f}{part.loops:>15,}")
-    return "\n".join(lines)
+def samples(cache: Cache, target: Target) -> list[dict[str, Any]]:
+    """Some documents, decoded where the tokenizer loads."""
+    try:
+        tokenizer = target.load_tokenizer()
+    except ValueError as error:
+        print(f"note: samples are shown as ids: {error}")
+        tokenizer = None
+    some = [cache.documents[index] for index in spread(len(cache.documents), SAMPLES)]
+    return [
+        {
+            "id": document.id,
+            "split": split_of(document.group, document.hash),
+            "pieces": pieces(*first_answer(cache, document), tokenizer),
+        }
+        for document in some
+    ]
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 import csv
 import html
-import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_k25.acceptance import Evaluation
+from medusa_k25.page import html_page, new_axes, picture, table, tile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +88,7 @@ def write_page(run_dir: Path) -> Path:
     rows = evaluation["rows"]
     curves = read_curves(run_dir / "metrics.csv")
     break_even = curves["break_even"][-1][1] if "break_even" in curves else None
-    tiles = [_tile("held-out answers", f"{evaluation['answers']}", f"{evaluation['loops']} end in a loop")]
+    tiles = [tile("held-out answers", f"{evaluation['answers']}", f"{evaluation['loops']} end in a loop")]
     nodes = report.get("export", {}).get("nodes", 9)
     size = min((row["num_nodes"] for row in rows if row["tree"]), key=lambda evaluated: abs(evaluated - nodes))
     for predictor in ("heads, tree", "untrained heads, tree", "n-gram lookup"):
@@ -97,31 +96,31 @@ def write_page(run_dir: Path) -> Path:
         if row:
             low, high = row["interval"]
             tiles.append(
-                _tile(f"{predictor}, {size} nodes", f"{row['every']['length']:.2f}", f"95%: {low:.2f} to {high:.2f}")
+                tile(f"{predictor}, {size} nodes", f"{row['every']['length']:.2f}", f"95%: {low:.2f} to {high:.2f}")
             )
     if break_even is not None:
-        tiles.append(_tile("break-even", f"{break_even:.2f}", "acceptance length at which speculation pays"))
+        tiles.append(tile("break-even", f"{break_even:.2f}", "acceptance length at which speculation pays"))
     if decode:
         same = decode["prompts"] - len(decode["other_output"])
         note = "counts equal replay's" if not decode["other_counts"] else "counts differ from replay's"
-        tiles.append(_tile("answers equal to greedy", f"{same} of {decode['prompts']}", note))
+        tiles.append(tile("answers equal to greedy", f"{same} of {decode['prompts']}", note))
 
     pictures = [
-        _figure(
+        picture(
             draw_acceptance(rows, break_even),
             "Tokens emitted a verify pass against tokens verified, on held-out text, with 95% intervals.",
         ),
-        _figure(
+        picture(
             draw_heads(evaluation["accuracy"], accepted_by_head(rows, size)),
             "Share of held-out labels among each head's best choices, and of the verify passes that accept its draft.",
         ),
     ]
     losses = [curves[metric] for metric in sorted(curves) if metric.startswith("train/loss_head")]
     if losses:
-        pictures.append(_figure(_draw_losses(losses), "Training loss of each head."))
+        pictures.append(picture(_draw_losses(losses), "Training loss of each head."))
     if "heldout/acceptance_tree" in curves:
         caption = "Acceptance length replayed at every validation; training text: as many answers as held-out text has."
-        pictures.append(_figure(_draw_acceptance_over_steps(curves, break_even), caption))
+        pictures.append(picture(_draw_acceptance_over_steps(curves, break_even), caption))
     body = "\n".join(
         [
             f"<h1>{html.escape(run_dir.name)}</h1>",
@@ -130,34 +129,15 @@ def write_page(run_dir: Path) -> Path:
             f'<div class="pictures">{"".join(pictures)}</div>',
             *_labels(report.get("train", {}).get("metrics", {})),
             "<h2>Every predictor and tree size</h2>",
-            _table(
+            table(
                 ("predictor", "nodes", "acceptance length", "95% interval", "without loops", "passes saved"),
                 [_cells(row) for row in rows],
             ),
         ]
     )
     page = run_dir / "report.html"
-    page.write_text(PAGE.replace("TITLE", html.escape(run_dir.name)).replace("BODY", body))
+    page.write_text(html_page(f"{run_dir.name} - acceptance report", body))
     return page
-
-
-def _tile(what: str, value: str, note: str) -> str:
-    return f'<div class="tile"><span>{html.escape(what)}</span><b>{value}</b><span>{html.escape(note)}</span></div>'
-
-
-def _figure(figure: "Figure", caption: str) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), count=1, flags=re.DOTALL)
-    return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = [
-        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows
-    ]
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -180,7 +160,7 @@ def _labels(metrics: Mapping[str, float]) -> list[str]:
         return []
     rows = [[label, f"{metrics[f'{tree}/{label}']:.3f}", f"{metrics[f'{chain}/{label}']:.3f}"] for label in labels]
     rows.append(["all held-out text", f"{metrics[tree]:.3f}", f"{metrics[chain]:.3f}"])
-    return ["<h2>By label, best checkpoint</h2>", _table(("label", "acceptance length, tree", "chain"), rows)]
+    return ["<h2>By label, best checkpoint</h2>", table(("label", "acceptance length, tree", "chain"), rows)]
 
 
 def read_curves(metrics_csv: Path) -> dict[str, list[tuple[int, float]]]:
@@ -206,17 +186,6 @@ def accepted_by_head(rows: Sequence[Mapping[str, Any]], num_nodes: int) -> list[
     ]
 
 
-def _axes(width: float = 5.4, height: float = 3.4) -> "tuple[Figure, Axes]":
-    from matplotlib.figure import Figure  # without pyplot: no display, no global state
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e4e4")
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
 def _draw_break_even(axes: "Axes", break_even: float | None) -> None:
     if break_even is not None:
         axes.axhline(break_even, linestyle="--", color="#b03a3a", linewidth=1.2, label=f"break-even, {break_even:g}")
@@ -224,7 +193,7 @@ def _draw_break_even(axes: "Axes", break_even: float | None) -> None:
 
 def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: float | None) -> "Figure":
     """Acceptance length of every predictor against the size of its trees; `rows` of an evaluation as JSON."""
-    figure, axes = _axes()
+    figure, axes = new_axes()
     for predictor, colour in COLOURS.items():
         some = [row for row in rows if row["predictor"] == predictor]
         nodes = [row["num_nodes"] for row in some]
@@ -244,7 +213,7 @@ def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: float | None)
 
 def draw_heads(accuracy_KR: Sequence[Sequence[float]], accepted_K: Sequence[float]) -> "Figure":
     """Each head's top-1 to top-R accuracy, and how many of the verify passes accept a draft of its depth."""
-    figure, axes = _axes()
+    figure, axes = new_axes()
     for r in reversed(range(len(accuracy_KR[0]))):
         shares = [head[r] for head in accuracy_KR]
         bars = axes.bar(range(1, len(accuracy_KR) + 1), shares, color=HEAD_COLOURS[r], label=f"top-{r + 1}", width=0.7)
@@ -260,7 +229,7 @@ def draw_heads(accuracy_KR: Sequence[Sequence[float]], accepted_K: Sequence[floa
 
 
 def _draw_losses(losses: Sequence[Sequence[tuple[int, float]]]) -> "Figure":
-    figure, axes = _axes()
+    figure, axes = new_axes()
     for k, loss in enumerate(losses):
         axes.plot(*zip(*loss, strict=True), color=HEAD_COLOURS[k], label=f"head {k + 1}", linewidth=1.2)
     axes.set_xlabel("step")
@@ -272,7 +241,7 @@ def _draw_losses(losses: Sequence[Sequence[tuple[int, float]]]) -> "Figure":
 def _draw_acceptance_over_steps(
     curves: Mapping[str, Sequence[tuple[int, float]]], break_even: float | None
 ) -> "Figure":
-    figure, axes = _axes()
+    figure, axes = new_axes()
     for text, colour in TEXT_COLOURS.items():
         for shape, style in (("tree", "-"), ("chain", ":")):
             curve = curves.get(f"{text}/acceptance_{shape}")
@@ -285,31 +254,3 @@ def _draw_acceptance_over_steps(
     axes.set_ylabel("acceptance length")
     figure.legend(loc="outside right upper", frameon=False)
     return figure
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>TITLE - acceptance report</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fafafa; margin: 2rem auto; max-width: 72rem;
-       padding: 0 1rem }
-h1 { font-size: 1.5rem; margin: 0 }
-h2 { font-size: 1.1rem; margin: 1.2rem 0 .5rem }
-.note { color: #666; margin: .2rem 0 1.2rem; overflow-wrap: anywhere }
-.tiles { display: flex; flex-wrap: wrap; gap: .8rem }
-.tile { background: white; border: 1px solid #e4e4e4; border-radius: 8px; padding: .7rem 1rem; flex: 1 1 8rem;
-        display: flex; flex-direction: column }
-.tile b { font-size: 1.7rem; line-height: 1.3 }
-.tile span { color: #666; font-size: .85rem }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: .8rem; margin: .8rem 0 }
-figure { background: white; border: 1px solid #e4e4e4; border-radius: 8px; margin: 0; padding: .7rem }
-figure svg { width: 100%; height: auto }
-figcaption { color: #666; font-size: .85rem }
-table { background: white; border: 1px solid #e4e4e4; border-collapse: collapse; width: 100% }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #eee }
-th:first-child { text-align: left }
-tbody th { font-weight: normal }
-</style></head><body>
-BODY
-</body></html>
-"""

@@ -133,7 +133,7 @@ def test_a_dry_run_of_everything(tmp_path):
     status, out = run("hero_run.sh", tmp_path, "seed=2", "target=x", CACHE="c", GPUS_PER_NODE="8", DRY_RUN="1")
     assert status == 0
     assert out.splitlines() == [
-        f"{VERB}.inspect +exp=k25_4heads name=k25_4heads cache=c target=x",
+        f"{VERB}.inspect +exp=k25_4heads name=k25_4heads cache=c verify=full target=x",
         "# train",
         f"{ONE_NODE} +exp=k25_4heads trainer.num_nodes=1 trainer.devices=8 name=k25_4heads cache=c seed=2 target=x",
         f"{VERB}.evaluate +exp=k25_4heads name=k25_4heads cache=c seed=2 target=x",

@@ -108,7 +108,7 @@ def test_more_data_never_moves_a_document_and_no_prompt_is_in_two_splits(
         for i, (prompt, group) in enumerate(drawn)
     ]
     random.shuffle(documents)
-    own = {}
+    own: dict[str, str] = {}
     with TemporaryDirectory() as folder:
         for i, document in enumerate(documents):
             with CacheWriter.open(folder, STUB, "float32", "t", f"w{i % num_writers}", shard_tokens) as writer:

@@ -85,7 +85,7 @@ def test_states_are_read_from_copies_by_every_process(cache: Cache, tmp_path: Pa
     other_rank = Cache.open(cache.path)
     stage_of(other_rank, tmp_path / "stage")
     assert torch.equal(all_states(other_rank), before)
-    loader: DataLoader = DataLoader(windows, batch_size=None, sampler=shares, num_workers=2)  # type: ignore[arg-type]
+    loader: DataLoader = DataLoader(windows, batch_size=None, sampler=shares, num_workers=2)
     assert all(torch.equal(a.hidden_ND, b.hidden_ND) for a, b in zip(loader, batches, strict=True))
 
 

@@ -104,11 +104,11 @@ def number(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float) else otherwise
 
 
-def sample_answers(cache: "Cache", max_positions: int) -> Sample:
+def sample_answers(cache: "Cache", max_positions: int, max_documents: int) -> Sample:
     """The same positions every time; x_{t+1} is an answer's token and differs from its neighbours, because a token that
     repeats itself cannot tell a shift. ValueError if there is no such position.
     """
-    sampled = spread(len(cache.documents), min(MAX_DOCUMENTS, max_positions))
+    sampled = spread(len(cache.documents), min(max_documents, max_positions))
     labels = 0
     states, tokens, temperatures, top_ps = [], [], list[float](), list[float]()
     for index in sampled:
@@ -190,13 +190,15 @@ def first_choices(states_ND: Tensor, lm_head_VD: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def self_check(cache: "Cache", target: "Target", max_positions: int = 512) -> SelfCheck:
+def self_check(
+    cache: "Cache", target: "Target", max_positions: int = 512, max_documents: int = MAX_DOCUMENTS
+) -> SelfCheck:
     """Check that lm_head(h_t) predicts x_{t+1} as well as the text's sampling says, and that the final norm was applied
     exactly once.
 
     Holds for greedy and for sampled text of the target. ValueError names the convention that the data seems to have.
     """
-    sample = sample_answers(cache, max_positions)
+    sample = sample_answers(cache, max_positions, max_documents)
     states_ND, tokens_N3 = sample.states_ND, sample.tokens_N3
     weight_D = target.norm_weight.float()
     weight_D = weight_D.where(weight_D != 0, torch.inf)  # nothing passes a zero weight: leave it out below, too

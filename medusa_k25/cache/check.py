@@ -4,23 +4,58 @@ Letters: T tokens, M rows with a state.
 """
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from medusa_k25.cache.manifest import finished_lines, is_sealed
+from medusa_k25.cache.shard import Slot, read_header
+
 if TYPE_CHECKING:
-    from medusa_k25.cache.reader import Cache
+    from medusa_k25.cache.reader import Cache, Document
 
 MAX_DOCUMENTS = 256  # read for a sample
+MAX_THREADS = 16  # that verify shards side by side
+SCAN_BYTES = 2**22  # of a shard that a thread holds: what it hashes is still in its cache when it is looked at
+# a number without its sign bit, shifted out to the left: it is finite below this
+NOT_FINITE: dict[torch.dtype, np.unsignedinteger[Any]] = {
+    torch.float32: np.uint32(0xFF << 24),
+    torch.bfloat16: np.uint16(0xFF << 8),
+    torch.float8_e4m3fn: np.uint8(0x7F << 1),  # has no infinity, and one NaN
+}
 
 
 def document_fault(
     ids_T: Tensor, mask_T: Tensor, hidden_MD: Tensor, positions_M: Tensor, hidden_size: int, vocab_size: int
 ) -> str | None:
-    """What is wrong with a document (expected, got, fix), or None.
+    """What is wrong with a document (expected, got, fix), or None: `layout_fault`, and every state is finite."""
+    fault = layout_fault(ids_T, mask_T, tuple(hidden_MD.shape), positions_M, hidden_size, vocab_size)
+    if fault is not None:
+        return fault
+    # no NaN or Inf is lost in a sum, which takes a thirtieth of the time; only a sum can overflow, too
+    rows = (~hidden_MD.sum(dim=1).isfinite()).nonzero().flatten()
+    bad = positions_M[rows[~hidden_MD[rows].isfinite().all(dim=1)]]
+    if len(bad):
+        return f"{len(bad)} states hold NaN or Inf, the first at position {int(bad[0])}; capture it in a wider dtype"
+    return None
+
+
+def layout_fault(
+    ids_T: Tensor,
+    mask_T: Tensor,
+    hidden_shape: tuple[int, ...],
+    positions_M: Tensor,
+    hidden_size: int,
+    vocab_size: int,
+) -> str | None:
+    """What is wrong with a document but for the values of its states, or None.
 
     A state may be missing only before an answer's last prompt token and at the document's final token.
     """
@@ -35,9 +70,9 @@ def document_fault(
         )
     if not mask_T[1:].any():
         return "the loss mask marks no token to predict; mark the answer's tokens, or leave the document out"
-    if hidden_MD.shape != (M, hidden_size):
+    if hidden_shape != (M, hidden_size):
         return (
-            f"hidden has shape {list(hidden_MD.shape)}, expected {[M, hidden_size]} (a row a position, D of the "
+            f"hidden has shape {list(hidden_shape)}, expected {[M, hidden_size]} (a row a position, D of the "
             "target); states of another length than their tokens come from prefix caching: switch it off"
         )
     if M and not (0 <= positions_M.min() and positions_M.max() < T):
@@ -56,11 +91,6 @@ def document_fault(
             f"{len(lacking)} positions lack a state, the first is {int(lacking[0])} of {T}; only positions before an "
             "answer's last prompt token and the final one may: capture it again without prefix caching"
         )
-    # no NaN or Inf is lost in a sum, which takes a thirtieth of the time; only a sum can overflow, too
-    rows = (~hidden_MD.sum(dim=1).isfinite()).nonzero().flatten()
-    bad = positions_M[rows[~hidden_MD[rows].isfinite().all(dim=1)]]
-    if len(bad):
-        return f"{len(bad)} states hold NaN or Inf, the first at position {int(bad[0])}; capture it in a wider dtype"
     return None
 
 
@@ -90,24 +120,80 @@ def check_sample(cache: "Cache", max_rows: int = 512) -> None:
 
 
 def verify(cache: "Cache") -> Iterator[list[str]]:
-    """Read everything; yields the faults of one shard after the other (an empty list: it is sound)."""
+    """Read everything; yields the faults of one shard after the other (an empty list: it is sound).
+
+    Several shards are read at a time, each once and in blocks, so that memory does not grow.
+    """
+    documents: dict[int, list[Document]] = {shard: [] for shard in range(cache.num_shards)}
+    documents |= {shard: list(some) for shard, some in groupby(cache.documents, key=lambda document: document.shard)}
     seen: set[str] = set()
-    for shard, documents in groupby(cache.documents, key=lambda document: document.shard):
-        faults = []
-        with cache.shard_path(shard).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != cache.shard_sha256(shard):
-                faults.append(f"{cache.shard_path(shard)} has changed since it was written: its sha256 differs")
-        for document in documents:
-            fault = document_fault(
-                cache.token_ids(document),
-                cache.loss_mask(document),
-                *cache.states(document),
-                cache.hidden_size,
-                cache.vocab_size,
-            )
-            if fault is None and document.id in seen:
-                fault = "stored twice"
-            seen.add(document.id)
-            if fault is not None:
-                faults.append(f"document {document.id!r}: {fault}")
-        yield faults
+    pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    try:
+        for shard, faults in enumerate(pool.map(lambda item: _shard_faults(cache, *item), documents.items())):
+            twice = [document.id for document in documents[shard] if document.id in seen]
+            seen.update(document.id for document in documents[shard])
+            yield faults + [f"document {id!r}: stored twice" for id in twice]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _shard_faults(cache: "Cache", shard: int, documents: list["Document"]) -> list[str]:
+    path = cache.shard_path(shard)
+    try:
+        slots = read_header(path, cache.shard_bytes(shard))
+    except ValueError as error:  # it was sound when the cache was opened
+        return [str(error)]
+    digest, finite = scan(path, slots)
+    faults = []
+    if digest != cache.shard_sha256(shard):
+        faults.append(f"{path} has changed since it was written: its sha256 differs")
+    for document in documents:
+        ids_T, mask_T, positions_M = cache.token_ids(document), cache.loss_mask(document), cache.positions(document)
+        sizes = cache.hidden_size, cache.vocab_size
+        if finite:
+            shape = (document.row_stop - document.row_start, cache.hidden_size)
+            fault = layout_fault(ids_T, mask_T, shape, positions_M, *sizes)
+        else:  # which of them is not?
+            fault = document_fault(ids_T, mask_T, *cache.states(document), *sizes)
+        if fault is not None:
+            faults.append(f"document {document.id!r}: {fault}")
+    return faults
+
+
+def scan(path: Path, slots: Mapping[str, Slot]) -> tuple[str, bool]:
+    """(sha256 of a shard, whether its states are finite), from one pass over the file."""
+    digest = hashlib.sha256()
+    numbers = [slots[name] for name in ("hidden", "hidden_scales") if name in slots]
+    block, shifted = memoryview(bytearray(SCAN_BYTES)), np.empty(SCAN_BYTES, np.uint8)
+    finite, offset = True, 0
+    with path.open("rb") as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            for slot in numbers:  # both they and the blocks are aligned
+                start, stop = max(slot.start - offset, 0), min(slot.stop - offset, count)
+                if finite and start < stop:
+                    limit = NOT_FINITE[slot.dtype]
+                    bits = np.frombuffer(block[start:stop], limit.dtype)
+                    out = shifted[: stop - start].view(limit.dtype)
+                    finite = bool(np.left_shift(bits, 1, out=out).max() < limit)
+            offset += count
+    return digest.hexdigest(), finite
+
+
+def index_faults(cache: "Cache") -> dict[str, list[str]]:
+    """Index file -> what is wrong with its end; the lines before it were checked when the cache was opened.
+
+    A last line without a newline is one that its writer did not finish, and counts for nothing; unless it is whole.
+    """
+    found = {}
+    for file in sorted((cache.path / "index").glob("*.jsonl")):
+        content = file.read_bytes()
+        if is_sealed(content[len(finished_lines(content)) : -1]):
+            found[str(file)] = ["the last byte has changed since it was written: expected a newline"]
+    return found
+
+
+def unlisted_files(cache: "Cache") -> list[Path]:
+    """Files in shards/ that no index names: a killed writer left them, or a running one has not finished them."""
+    listed = {cache.shard_path(shard) for shard in range(cache.num_shards)}
+    return sorted(set((cache.path / "shards").iterdir()) - listed)

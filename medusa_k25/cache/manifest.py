@@ -162,6 +162,12 @@ def sealed_line(entry: Mapping[str, Any]) -> bytes:
     return text + SEAL + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
 
 
+def is_sealed(line: bytes) -> bool:
+    """Whether a line, without its newline, is as `sealed_line` made it."""
+    text, _, seal = line.rpartition(SEAL)
+    return seal == hashlib.sha256(text).hexdigest().encode() + b'"}'
+
+
 def read_index(file: Path, content: bytes) -> list[dict[str, Any]]:
     """The entries of the finished shards in the content of an index file, oldest first.
 
@@ -170,8 +176,7 @@ def read_index(file: Path, content: bytes) -> list[dict[str, Any]]:
     entries = []
     digest = manifest_digest(file.parent.parent)
     for number, line in enumerate(finished_lines(content).split(b"\n")[:-1], start=1):
-        text, _, seal = line.rpartition(SEAL)
-        if seal != hashlib.sha256(text).hexdigest().encode() + b'"}':
+        if not is_sealed(line):
             raise ValueError(
                 f"{file} line {number} is damaged: its checksum differs; restore the file, or remove the line to lose "
                 "that shard and capture its documents again"
