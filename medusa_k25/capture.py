@@ -1,6 +1,8 @@
 """The target's hidden states over its own answers: python -m medusa_k25.capture [conversations=FILE] [cache=FOLDER]
 
 With server=URL a recording SGLang server computes and writes them; storage and dtypes are then its own.
+With source=NAME path=FOLDER they are imported from files that another engine wrote; conversations=FILE says which
+conversations those are of.
 With dry_run=true it only says what it would store, and how much space that takes.
 """
 
@@ -10,8 +12,10 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from medusa_k25.cache.capture import Capture
+from medusa_k25.cache.imports import Import, first_of
 from medusa_k25.cache.record_client import Replay
-from medusa_k25.config import verb
+from medusa_k25.config import ConfigError, verb
 from medusa_k25.report import update_report
 from medusa_k25.target import Target
 
@@ -23,15 +27,38 @@ def main(cfg: DictConfig) -> None:
 
 def capture(cfg: DictConfig, target: Target) -> None:
     capturing = instantiate(cfg.capture)
+    conversations, cache = Path(cfg.conversations), Path(cfg.cache)
+    if cfg.source is not None:
+        import_files(cfg, target, capturing)
+        return
     if cfg.server is not None:
         capturing = Replay(cfg.server, leave_out=capturing.leave_out)
-    conversations, cache = Path(cfg.conversations), Path(cfg.cache)
     if cfg.dry_run:
         capturing.plan(target, conversations, cache)
         print("dry run: nothing was written")
         return
     report = capturing.run(target, conversations, cache)
     update_report(Path(cfg.run_dir), "capture", {"cache": cfg.cache, **asdict(report)})
+
+
+def import_files(cfg: DictConfig, target: Target, capturing: Capture) -> None:
+    if cfg.server is not None or cfg.path is None:
+        raise ConfigError("source= imports files: give their folder as path=FOLDER, and no server=")
+    conversations, cache = Path(cfg.conversations), Path(cfg.cache)
+    # a run's own conversations need not be there
+    known = conversations.exists() or conversations != Path(cfg.run_dir) / "conversations.jsonl"
+    importing = Import(cfg.source, Path(cfg.path), capturing, conversations if known else None)
+    if cfg.dry_run:
+        importing.plan(target, cache)
+        print("dry run: nothing was written")
+        return
+    report = importing.run(target, cache)
+    update_report(Path(cfg.run_dir), "capture", {"cache": cfg.cache, **asdict(report)})
+    if report.faults:
+        raise ValueError(
+            f"{len(report.faults)} files or texts of {cfg.path} were left out, all others are stored; mend them and "
+            f"run the same command again: {first_of(report.faults, count=10)}"
+        )
 
 
 if __name__ == "__main__":

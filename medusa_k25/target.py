@@ -137,6 +137,12 @@ class Target:
             "tokenizer": _tokenizer_fingerprint(self.path),
         }
 
+    @cached_property
+    def placeholder_id(self) -> int | None:
+        """The token that stands for a piece of an image in the text; None for a model of text alone."""
+        config = _read_json(self.path / "config.json")
+        return config.get("media_placeholder_token_id", config.get("image_token_id"))
+
     def load_tokenizer(self) -> Any:
         """The checkpoint's own transformers tokenizer. Raises ValueError when it does not load or is wrong."""
         from transformers import AutoTokenizer

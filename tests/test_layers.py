@@ -15,7 +15,7 @@ LAYERS = {
     "cache": [
         "cache",
         *(f"cache.{name}" for name in ("manifest", "shard", "check", "alignment", "reader", "staging", "writer")),
-        *(f"cache.{name}" for name in ("capture", "record_client")),
+        *(f"cache.{name}" for name in ("capture", "record_client", "producers", "imports")),
     ],
     "data": ["data", "data.labels", "data.windows", "data.contents", "data.sampler", "data.datamodule"],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,22 @@ class CaptureReport:
     seconds: float
     check: SelfCheck | None  # of the whole cache; None: it lies on another machine
     refused: int = 0  # by the server that was to record them
+    unfinished: int = 0  # files that another engine is still writing
+    placeholders: int = 0  # tokens of images, which an engine had written as ids of its own
+    faults: dict[str, str] = field(default_factory=dict)  # of files and texts that were left out, by their name
 
     def __str__(self) -> str:
-        total = self.stored + self.skipped + self.failed + self.short + self.left_out + self.refused
+        total = self.stored + self.skipped + self.failed + self.short + self.left_out + self.refused + len(self.faults)
         left_out = f" + {self.left_out} left out" if self.left_out else ""
         refused = f" + {self.refused} refused by the server" if self.refused else ""
+        faults = f" + {len(self.faults)} faulty" if self.faults else ""
+        unfinished = f"; {self.unfinished} files are still being written" if self.unfinished else ""
+        images = f"; {self.placeholders:,} tokens are of images" if self.placeholders else ""
         counts = (
             f"{self.stored} stored + {self.skipped} stored before + {self.failed} failed + {self.short} with an answer "
-            f"of one token{left_out}{refused} = {total} conversations; {self.states:,} states of {self.tokens:,} "
-            f"tokens in {self.seconds:.0f} s; {self.loops} answers end in a loop, {self.cut} are cut by the length "
-            "limit"
+            f"of one token{left_out}{refused}{faults} = {total} conversations; {self.states:,} states of "
+            f"{self.tokens:,} tokens in {self.seconds:.0f} s; {self.loops} answers end in a loop, {self.cut} are cut "
+            f"by the length limit{images}{unfinished}"
         )
         if self.check is None:
             return counts
@@ -181,7 +187,7 @@ class Answers:
     """The conversations of a file that can be captured, and how many of the others there are."""
 
     rows: list[Row]
-    counts: dict[str, int]  # failed, short, left_out, loops and cut of a CaptureReport
+    counts: dict[str, Any]  # ints: failed, short, left_out, loops and cut of a CaptureReport
 
 
 def read_answers(
@@ -246,14 +252,17 @@ def first_state(row: Row, storage: str) -> int:
 def require_space(cache: Path, hidden_size: int, storage_dtype: str, rows: Sequence[Row], storage: str) -> None:
     """Print what the states of `rows` take; ValueError if the disk of `cache` has less."""
     states = sum(row_length(row) - 1 - first_state(row, storage) for row in rows)
+    tokens = sum(map(row_length, rows))
+    require_room(cache, hidden_size, storage_dtype, f"{len(rows):,} conversations,", states, tokens)
+
+
+def require_room(cache: Path, hidden_size: int, storage_dtype: str, what: str, states: int, tokens: int) -> None:
+    """Print what so many states of so many tokens take; ValueError if the disk of `cache` has less."""
     state_bytes = hidden_size * STORAGE_DTYPES[storage_dtype].itemsize + 12  # position and scale
-    needed = states * state_bytes + 5 * sum(map(row_length, rows))  # id and loss mask
+    needed = states * state_bytes + 5 * tokens  # id and loss mask
     folder = next(folder for folder in (cache.absolute(), *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
-    print(
-        f"{len(rows):,} conversations, {states:,} states x {state_bytes:,} bytes: {needed / 1e9:,.3f} GB, "
-        f"{free / 1e9:,.1f} GB are free"
-    )
+    print(f"{what} {states:,} states x {state_bytes:,} bytes: {needed / 1e9:,.3f} GB, {free / 1e9:,.1f} GB are free")
     if needed > free:
         raise ValueError(
             f"{cache} needs {needed / 1e9:,.3f} GB for {states:,} states of {state_bytes:,} bytes, its disk has "
