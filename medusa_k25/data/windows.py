@@ -9,6 +9,7 @@ Letters: N rows, W windows, S states of one answer, A its tokens, K heads, D hid
 I documents or runs of a shard, P pieces of runs.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -148,7 +149,7 @@ class Windows(Dataset):
         self.teacher_states = teacher_states
         self.runs = all_runs(cache, documents)
         sizes = torch.tensor([run.row_stop - run.row_start for run in self.runs], dtype=torch.long)
-        self.ends = sizes.cumsum(0)
+        self.ends: list[int] = sizes.cumsum(0).tolist()
         self.num_positions = int(sizes.sum())
 
     def __len__(self) -> int:
@@ -174,9 +175,9 @@ class Windows(Dataset):
     def pieces(self, window: int) -> Iterator[tuple[Run, int, int]]:
         """(run, first row, row behind the last) of the parts of answers that make up a window."""
         start, stop = window * self.window, min((window + 1) * self.window, self.num_positions)
-        i = int(torch.searchsorted(self.ends, start, right=True))
+        i = bisect_right(self.ends, start)
         while start < stop:
-            run, end = self.runs[i], int(self.ends[i])
+            run, end = self.runs[i], self.ends[i]
             row = run.row_stop - (end - start)
             taken = min(stop, end) - start
             yield run, row, row + taken
