@@ -1,12 +1,14 @@
-"""How fast states are stored, against a plain copy of the same bytes: python -m bench.cache_writer
+"""How fast states are stored and imported, against a plain copy of the same bytes: python -m bench.cache_writer
 
-The states of each text lie in a file, as bf16, in the page cache. Each way reads them and leaves them in files of a
-shard's size, every one fsynced: the copy as they are, `CacheWriter` checked, hashed and listed in an index.
+The states of each text lie in a file, as bf16, in the page cache, as vLLM writes them. Each way reads them and leaves
+them in files of a shard's size, every one fsynced: the copy as they are, `CacheWriter` checked, hashed and listed in an
+index, the import with the final norm applied before.
 Rounds alternate between the ways; shown are medians, and the median of the ratios of each round. CPU time is what to
 look at on a busy machine.
 """
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
@@ -14,24 +16,33 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from bench.cache_reader import random_target
 from medusa_k25.cache import CacheWriter
+from medusa_k25.cache.capture import Capture
+from medusa_k25.cache.imports import Import, Reading, Stored, rows_by_ids, store_texts
 
 T = 2048  # tokens of a text
 VOCAB_SIZE = 1000
-BLOCK_BYTES = 2**23
+BLOCK_BYTES = 2**20
 
 
 def write_texts(folder: Path, hidden_size: int, num_bytes: float) -> list[Path]:
-    """A file of states [T, D] in bf16 for each text."""
+    """A file of states [T, 1, D] in bf16 for each text, and conversations.jsonl with their token ids."""
     folder.mkdir()
-    hidden_TD = torch.randn(T, hidden_size).bfloat16()
-    files = [folder / f"{i}.bin" for i in range(max(1, int(num_bytes / hidden_TD.nbytes)))]
-    for file in files:
-        file.write_bytes(hidden_TD.view(torch.uint8).numpy().data)
+    hidden_T1D = torch.randn(T, 1, hidden_size).bfloat16()
+    files = [folder / f"{i}.safetensors" for i in range(max(1, int(num_bytes / hidden_T1D.nbytes)))]
+    with (folder / "conversations.jsonl").open("w") as conversations:
+        for number, file in enumerate(files):
+            ids_T = torch.randint(VOCAB_SIZE, (T,))
+            save_file({"hidden_states": hidden_T1D, "token_ids": ids_T}, file)
+            row: dict[str, Any] = {"prompt_ids": ids_T[:8].tolist(), "answer_ids": ids_T[8:].tolist()}
+            row |= {"id": str(number), "group": None, "messages": [], "answer": "", "finish_reason": "length"}
+            conversations.write(json.dumps(row | {"sampling": {}, "dtype": "bfloat16", "label": None}) + "\n")
     return files
 
 
@@ -52,6 +63,7 @@ def store(files: list[Path], out: Path, hidden_size: int, shard_tokens: int) -> 
     with CacheWriter.open(out, target, "bfloat16", engine="none", shard_tokens=shard_tokens) as writer:
         for number, file in enumerate(files):
             with file.open("rb", buffering=0) as source:
+                source.seek(file.stat().st_size - hidden_TD.nbytes)
                 source.readinto(hidden_TD.view(torch.uint8).numpy().data)
             writer.add(
                 id=str(number),
@@ -69,14 +81,28 @@ def store(files: list[Path], out: Path, hidden_size: int, shard_tokens: int) -> 
             )
 
 
+def import_files(files: list[Path], out: Path, hidden_size: int, shard_tokens: int) -> None:
+    """All that `Import.run` does after its checks of a sample."""
+    target = random_target(hidden_size, VOCAB_SIZE)
+    target.norm_weight, target.norm_eps = torch.rand(hidden_size) + 0.5, 1e-5
+    target.end_ids, target.placeholder_id = (), None
+    capture = Capture(storage="all", storage_dtype="bfloat16", shard_tokens=shard_tokens)
+    conversations = files[0].with_name("conversations.jsonl")
+    importing = Import("vllm", files[0].parent, capture, conversations)
+    reading = Reading(importing, target, Stored(None, {}), rows_by_ids(conversations))
+    with CacheWriter.open(out, target, "bfloat16", engine="none", shard_tokens=shard_tokens) as writer:
+        counts, faults = store_texts(reading.texts(files), writer)
+    assert not faults and counts["stored"] == len(files), (counts, faults)
+
+
 def compare(scratch: Path, hidden_size: int, gigabytes: float, shard_tokens: int, rounds: int) -> None:
     files = write_texts(scratch / "texts", hidden_size, gigabytes * 1e9)
     size = sum(file.stat().st_size for file in files)
     print(f"{size / 1e6:,.0f} MB of bf16 states x {hidden_size}, shards of {shard_tokens:,} tokens")
-    # an importer of another engine's files belongs here, too: it reads those files and norms their states besides
     ways: dict[str, Callable[[Path], None]] = {
         "copy": lambda out: copy(files, out, shard_tokens // T),
         "CacheWriter": lambda out: store(files, out, hidden_size, shard_tokens),
+        "import": lambda out: import_files(files, out, hidden_size, shard_tokens),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     cpu_s: dict[str, list[float]] = {name: [] for name in ways}
@@ -97,10 +123,10 @@ def compare(scratch: Path, hidden_size: int, gigabytes: float, shard_tokens: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the states (default 1)")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the states (default 2)")
     parser.add_argument("--hidden-size", type=int, default=7168)
     parser.add_argument("--shard-tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     options = vars(parser.parse_args())
     with tempfile.TemporaryDirectory(dir=options.pop("folder")) as scratch:

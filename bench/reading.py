@@ -1,9 +1,10 @@
 """How fast training reads a cache, and what memory that takes: python -m bench.reading
 
 - speed, against `cat` of the same files, in turns, of windows of 64 positions of D=7168 in bf16 in random order: the
-  states alone (`read_rows` into one buffer), and whole training batches (`Windows`: fresh memory, labels). Once from
-  the disk (dropped from the page cache before; a virtual disk may have a cache of its own), once from the page cache.
-  Ratios are medians over those of each round; CPU time is what to look at on a busy machine.
+  states alone (`read_rows` into one buffer; also by several readers, as the data loader's workers are), and whole
+  training batches (`Windows`: fresh memory, labels). Once from the disk (dropped from the page cache before; a virtual
+  disk may have a cache of its own), once from the page cache. Ratios are medians over those of each round; CPU time is
+  what to look at on a busy machine.
 - memory: RssAnon, which no file backs, of a fresh process that opens a small and a large cache and reads as many
   windows of each. Their states are holes in sparse files: they take no place on the disk.
 """
@@ -17,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +31,7 @@ from medusa_k25.data.sampler import Share
 from medusa_k25.data.windows import Windows
 
 WINDOW, BATCH_SIZE, K = 64, 8, 4
+READERS = 4
 NO_COUNT = torch.zeros(K, dtype=torch.long)
 
 
@@ -40,11 +43,18 @@ def read(windows: Windows, count: int) -> int:
     )
 
 
-def read_states(windows: Windows, buffer_ND: torch.Tensor) -> None:
-    """The rows of all windows, in random order, into one buffer."""
-    for window in random.Random(0).sample(range(len(windows)), len(windows)):
-        for run, start, stop in windows.pieces(window):
-            windows.cache.read_rows(run.document.shard, start, stop, buffer_ND[: stop - start])
+def read_states(windows: Windows, readers: int) -> None:
+    """The rows of all windows, in random order; each reader into one buffer."""
+    order = random.Random(0).sample(range(len(windows)), len(windows))
+
+    def read(some: list[int]) -> None:
+        buffer_ND = torch.empty(WINDOW, windows.cache.hidden_size, dtype=torch.bfloat16)
+        for window in some:
+            for run, start, stop in windows.pieces(window):
+                windows.cache.read_rows(run.document.shard, start, stop, buffer_ND[: stop - start])
+
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(read, [order[i::readers] for i in range(readers)]))
 
 
 def cpu_s() -> float:
@@ -58,10 +68,10 @@ def compare(path: Path, hidden_size: int, gigabytes: float, rounds: int) -> None
     files = sum(cache.shard_bytes(shard) for shard in range(cache.num_shards))
     states = windows.num_positions * hidden_size * 2
     print(f"{files / 1e6:,.0f} MB, {len(windows):,} windows of {WINDOW} positions x {hidden_size} in bf16")
-    buffer_ND = torch.zeros(WINDOW, hidden_size, dtype=torch.bfloat16)
     readers: dict[str, tuple[int, Callable[[], object]]] = {
         "cat": (files, lambda: subprocess.run("cat -- * > /dev/null", shell=True, check=True, cwd=path / "shards")),
-        "states": (states, lambda: read_states(windows, buffer_ND)),
+        "states": (states, lambda: read_states(windows, 1)),
+        f"states, {READERS} readers": (states, lambda: read_states(windows, READERS)),
         "batches": (states, lambda: read(windows, len(windows))),
     }
     for place in ("the disk", "the page cache"):
@@ -79,7 +89,7 @@ def compare(path: Path, hidden_size: int, gigabytes: float, rounds: int) -> None
         for name, values in speeds.items():
             ratio = median(own / cat for own, cat in zip(values, speeds["cat"], strict=True))
             seconds = median(cpu[name])
-            print(f"    {name:8} {median(values):6,.0f} MB/s, {ratio:.0%} of cat; CPU {seconds:.2f} s/GB", flush=True)
+            print(f"    {name:17} {median(values):6,.0f} MB/s, {ratio:.0%} of cat; CPU {seconds:.2f} s/GB", flush=True)
 
 
 def make_sparse(path: Path, num_bytes: float, hidden_size: int) -> Cache:

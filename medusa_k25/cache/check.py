@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,17 @@ def layout_fault(
             "answer's last prompt token and the final one may: capture it again without prefix caching"
         )
     return None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For many small steps of torch: with threads of its own they wait for each other, on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def spread(n: int, count: int) -> list[int]:

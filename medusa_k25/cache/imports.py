@@ -8,7 +8,7 @@ import re
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from medusa_k25.cache.alignment import self_check
 from medusa_k25.cache.capture import Capture, CaptureReport, Row, part_of, require_room, writer_name
-from medusa_k25.cache.check import spread
+from medusa_k25.cache.check import one_thread, spread
 from medusa_k25.cache.producers import PRODUCERS, Producer, Sample, Unfinished
 from medusa_k25.cache.reader import Cache, Document
 from medusa_k25.cache.shard import as_bytes
@@ -142,32 +142,14 @@ class Import:
         started = time.perf_counter()
         plan = self.plan(target, cache)
         self._check(target, plan)
-        counts, faults = Counter[str](skipped=plan.skipped, unfinished=plan.unfinished), dict[str, str]()
         name = writer_name(*part_of(self.capture.part))
+        size = sum(file.stat().st_size for file in plan.files)
         with (
-            tqdm(
-                total=sum(file.stat().st_size for file in plan.files), desc="import", unit="B", unit_scale=True
-            ) as bar,
+            tqdm(total=size, desc="import", unit="B", unit_scale=True) as bar,
             self._writer(cache, target, name) as writer,
-            closing(read_ahead(plan.reading.texts(plan.files))) as texts,
         ):
-            for text in texts:
-                bar.update(text.bytes)
-                counts.update(loops=text.loops, cut=text.cut, placeholders=text.placeholders)
-                fault, why_not = text.fault, text.why_not
-                if text.document is not None and text.document["id"] in writer.ids:
-                    why_not = "skipped"  # the same conversation from another file
-                elif text.document is not None:
-                    try:
-                        writer.add(**text.document)
-                    except ValueError as error:
-                        fault = str(error)
-                if fault is not None:
-                    faults[text.name] = fault
-                elif why_not is not None:
-                    counts[why_not] += 1
-                else:
-                    counts.update(stored=1, states=text.states, tokens=text.tokens)
+            counts, faults = store_texts(plan.reading.texts(plan.files), writer, bar.update)
+        counts.update(skipped=plan.skipped, unfinished=plan.unfinished)
         report = CaptureReport(
             stored=counts["stored"],
             skipped=counts["skipped"],
@@ -412,21 +394,50 @@ class Reading:
         return normed(sample.hidden_MD, sample.scales_M1, positions_M, self._norm_weight_D, self.target.norm_eps, dtype)
 
 
+def store_texts(
+    texts: Iterator[Text], writer: CacheWriter, progress: Callable[[int], object] = bool
+) -> tuple[Counter[str], dict[str, str]]:
+    """(how many texts became what, faults by the name of the text); `progress` gets the bytes of each text."""
+    counts, faults = Counter[str](), dict[str, str]()
+    with one_thread(), closing(read_ahead(texts)) as read:
+        for text in read:
+            progress(text.bytes)
+            counts.update(loops=text.loops, cut=text.cut, placeholders=text.placeholders)
+            fault, why_not = text.fault, text.why_not
+            if text.document is not None and text.document["id"] in writer.ids:
+                why_not = "skipped"  # the same conversation from another file
+            elif text.document is not None:
+                try:
+                    writer.add(**text.document)
+                except ValueError as error:
+                    fault = str(error)
+            if fault is not None:
+                faults[text.name] = fault
+            elif why_not is not None:
+                counts[why_not] += 1
+            else:
+                counts.update(stored=1, states=text.states, tokens=text.tokens)
+    return counts, faults
+
+
 def normed(
     hidden_TD: Tensor, scales_T1: Tensor | None, positions_M: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
     """RMS norm of hidden * scale at some positions, [M, D]; computed in float32, a few rows at a time."""
     out_MD = torch.empty(len(positions_M), len(weight_D), dtype=dtype)
+    buffer_RD = torch.empty(NORM_ROWS, len(weight_D))
     for start in range(0, len(positions_M), NORM_ROWS):
         at = positions_M[start : start + NORM_ROWS]
+        rows_RD = buffer_RD[: len(at)]
         if int(at[-1]) - int(at[0]) == len(at) - 1:  # a view
-            rows_RD = hidden_TD[int(at[0]) : int(at[-1]) + 1].float()
+            rows_RD.copy_(hidden_TD[int(at[0]) : int(at[-1]) + 1])
         else:
-            rows_RD = torch.stack([hidden_TD[position] for position in at.tolist()]).float()
+            rows_RD.copy_(torch.stack([hidden_TD[position] for position in at.tolist()]))
         if scales_T1 is not None:
-            rows_RD = rows_RD * scales_T1[at]
-        rows_RD = rows_RD * (rows_RD.square().mean(dim=1, keepdim=True) + eps).rsqrt()  # float32 was not copied
-        out_MD[start : start + NORM_ROWS] = rows_RD.mul_(weight_D)
+            rows_RD *= scales_T1[at]
+        # the norm, rather than the mean of squares: that would store the squares, in a third of the time
+        mean_square_R1 = torch.linalg.vector_norm(rows_RD, dim=1, keepdim=True).square_().div_(len(weight_D))
+        out_MD[start : start + NORM_ROWS] = rows_RD.mul_(mean_square_R1.add_(eps).rsqrt_()).mul_(weight_D)
     return out_MD
 
 

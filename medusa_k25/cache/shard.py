@@ -5,10 +5,10 @@ memory first, be fsynced, fail with an OSError on a full disk, and be read with 
 The package reads these files too.
 """
 
+import errno
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +24,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+BLOCK_BYTES = 2**20  # written while they are still in the CPU's cache from hashing: twice as fast as all at once
+WRITE_BACK_BYTES = 2**24
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -56,22 +58,23 @@ def write_shard(path: Path, columns: dict[str, list[Tensor]]) -> tuple[int, str]
         offset = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+    parts = [memoryview(len(text).to_bytes(8, "little") + text)]
     parts += [as_bytes(piece) for pieces in columns.values() for piece in pieces]
-    with ThreadPoolExecutor(1) as background, path.open("wb") as file:
-        digest = background.submit(sha256_of, parts)  # takes about as long as to write them
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return 8 + len(text) + offset, digest.result()
-
-
-def sha256_of(parts: list[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    begun = written = 0
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            for start in range(0, len(part), BLOCK_BYTES):
+                block = part[start : start + BLOCK_BYTES]
+                digest.update(block)
+                if file.write(block) != len(block):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written += len(block)
+                if written - begun >= WRITE_BACK_BYTES:  # the disk begins now, not when it is told to sync
+                    os.posix_fadvise(file.fileno(), begun, written - begun, os.POSIX_FADV_DONTNEED)
+                    begun = written
+        os.fsync(file.fileno())
+    return written, digest.hexdigest()
 
 
 def read_header(path: Path, expected_bytes: int) -> dict[str, Slot]:

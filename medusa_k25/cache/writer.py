@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from medusa_k25.target import Target
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+FIRST_BYTES = 2**30  # of states of a shard that memory is set aside for; more is when it comes
 
 
 def quantise(hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,14 +48,15 @@ class Accepted:
     """Documents in memory that will make up a shard.
 
     Their states lie one after the other in a buffer that is used again: fresh memory costs as much as the disk.
+    `capacity` rows are expected; what is not touched takes no memory.
     """
 
-    def __init__(self, hidden_size: int, storage_dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, storage_dtype: torch.dtype, capacity: int) -> None:
         self.documents: list[dict[str, Any]] = []
         self.columns: list[dict[str, Tensor]] = []  # of each document, all but "hidden"
         self.tokens = 0
         self.rows = 0
-        self._hidden_RD = torch.empty(0, hidden_size, dtype=storage_dtype)
+        self._hidden_RD = torch.empty(capacity, hidden_size, dtype=storage_dtype)
 
     def take(self, document: dict[str, Any], columns: dict[str, Tensor], hidden_MD: Tensor) -> None:
         if self._hidden_RD.dtype == torch.float8_e4m3fn:
@@ -97,10 +99,10 @@ class CacheWriter:
         self.manifest = manifest
         self.writer = writer
         self.shard_tokens = shard_tokens
+        storage_dtype = STORAGE_DTYPES[manifest.storage_dtype]
+        capacity = min(shard_tokens, FIRST_BYTES // (manifest.hidden_size * storage_dtype.itemsize))
         # the full one is empty once it is stored
-        self._open, self._full = (
-            Accepted(manifest.hidden_size, STORAGE_DTYPES[manifest.storage_dtype]) for _ in range(2)
-        )
+        self._open, self._full = (Accepted(manifest.hidden_size, storage_dtype, capacity) for _ in range(2))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache writer")
         self._storing: Future[None] | None = None  # of the full one
         self._failed = False  # to store it

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_k25.cache import Cache, Document
+from medusa_k25.cache.check import one_thread
 from medusa_k25.conversations import LIMIT
 from medusa_k25.data.splits import SPLITS, split_of
 from medusa_k25.data.windows import documents_of
@@ -91,12 +92,8 @@ class Census:
         self.states_N = torch.tensor([d.row_stop - d.row_start for d in self.documents], dtype=torch.long)
         self.cut_N = torch.tensor([document.finish_reason == LIMIT for document in self.documents])
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # on a busy machine steps this small wait for other threads forty times as long
-        try:
+        with one_thread():
             parts = list(self._shards())
-        finally:
-            torch.set_num_threads(threads)
         empty_A = torch.empty(0, dtype=torch.long)
         owners, lengths, loops = zip((empty_A, empty_A, empty_A.bool()), *parts, strict=True)
         self.owners_A, self.answers_A, self.loops_A = torch.cat(owners), torch.cat(lengths), torch.cat(loops)
