@@ -91,7 +91,7 @@ def import_files(files: list[Path], out: Path, hidden_size: int, shard_tokens: i
     importing = Import("vllm", files[0].parent, capture, conversations)
     reading = Reading(importing, target, Stored(None, {}), rows_by_ids(conversations))
     with CacheWriter.open(out, target, "bfloat16", engine="none", shard_tokens=shard_tokens) as writer:
-        counts, faults = store_texts(reading.texts(files), writer)
+        counts, faults = store_texts(reading, files, writer)
     assert not faults and counts["stored"] == len(files), (counts, faults)
 
 

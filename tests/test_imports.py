@@ -150,10 +150,12 @@ def test_the_norm_is_the_targets(target: Target) -> None:
         return torch.nn.functional.rms_norm(rows_MD, (target.hidden_size,), weight_D, target.norm_eps)
 
     for positions_M in (torch.arange(3, 190), torch.tensor([0, 1, 5, 6, 7, 150, 199])):
-        plain = normed(hidden_TD, None, positions_M, weight_D, target.norm_eps, torch.float32)
+        plain = torch.empty(len(positions_M), target.hidden_size)
+        normed(hidden_TD, None, positions_M, weight_D, target.norm_eps, plain)
         torch.testing.assert_close(plain, reference(hidden_TD[positions_M]))
         fp8_TD, scales_T1 = hidden_TD.to(torch.float8_e4m3fn), torch.rand(200, 1, generator=generator)
-        scaled = normed(fp8_TD, scales_T1, positions_M, weight_D, target.norm_eps, torch.bfloat16)
+        scaled = torch.empty(len(positions_M), target.hidden_size, dtype=torch.bfloat16)
+        normed(fp8_TD, scales_T1, positions_M, weight_D, target.norm_eps, scaled)
         wanted = reference((fp8_TD.float() * scales_T1)[positions_M])
         torch.testing.assert_close(scaled, wanted.bfloat16(), atol=0.01, rtol=0.01)
 

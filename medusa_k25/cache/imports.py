@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
@@ -148,7 +148,7 @@ class Import:
             tqdm(total=size, desc="import", unit="B", unit_scale=True) as bar,
             self._writer(cache, target, name) as writer,
         ):
-            counts, faults = store_texts(plan.reading.texts(plan.files), writer, bar.update)
+            counts, faults = store_texts(plan.reading, plan.files, writer, bar.update)
         counts.update(skipped=plan.skipped, unfinished=plan.unfinished)
         report = CaptureReport(
             stored=counts["stored"],
@@ -231,6 +231,8 @@ class Reading:
     target: Target
     stored: Stored
     rows: dict[bytes, Row] | None  # of conversations, by `key_of` their token ids
+    # states of documents that are stored: to fill new memory for each would take as long as the disk does
+    spare: deque[Tensor] = field(default_factory=lambda: deque(maxlen=TEXTS_AHEAD + 2))
 
     def sample(self, files: Sequence[Path]) -> Iterator[Text]:
         """Beginnings of some texts from files all over the folder; tokens and states are those of the whole texts."""
@@ -390,17 +392,20 @@ class Reading:
         capture = self.importing.capture
         if self.importing.producer.normed:
             return sample.hidden_MD[positions_M]
-        dtype = torch.bfloat16 if capture.storage_dtype == "bfloat16" else torch.float32
-        return normed(sample.hidden_MD, sample.scales_M1, positions_M, self._norm_weight_D, self.target.norm_eps, dtype)
+        M, dtype = len(positions_M), torch.bfloat16 if capture.storage_dtype == "bfloat16" else torch.float32
+        memory = self.spare.popleft() if self.spare else torch.empty(0, dtype=dtype)
+        out_MD = memory.resize_(M, self.target.hidden_size)  # keeps the memory where there is enough
+        normed(sample.hidden_MD, sample.scales_M1, positions_M, self._norm_weight_D, self.target.norm_eps, out_MD)
+        return out_MD
 
 
 def store_texts(
-    texts: Iterator[Text], writer: CacheWriter, progress: Callable[[int], object] = bool
+    reading: Reading, files: Sequence[Path], writer: CacheWriter, progress: Callable[[int], object] = bool
 ) -> tuple[Counter[str], dict[str, str]]:
     """(how many texts became what, faults by the name of the text); `progress` gets the bytes of each text."""
     counts, faults = Counter[str](), dict[str, str]()
-    with one_thread(), closing(read_ahead(texts)) as read:
-        for text in read:
+    with one_thread(), closing(read_ahead(reading.texts(files))) as texts:
+        for text in texts:
             progress(text.bytes)
             counts.update(loops=text.loops, cut=text.cut, placeholders=text.placeholders)
             fault, why_not = text.fault, text.why_not
@@ -411,6 +416,7 @@ def store_texts(
                     writer.add(**text.document)
                 except ValueError as error:
                     fault = str(error)
+                reading.spare.append(text.document["hidden_MD"])
             if fault is not None:
                 faults[text.name] = fault
             elif why_not is not None:
@@ -421,10 +427,9 @@ def store_texts(
 
 
 def normed(
-    hidden_TD: Tensor, scales_T1: Tensor | None, positions_M: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype
-) -> Tensor:
-    """RMS norm of hidden * scale at some positions, [M, D]; computed in float32, a few rows at a time."""
-    out_MD = torch.empty(len(positions_M), len(weight_D), dtype=dtype)
+    hidden_TD: Tensor, scales_T1: Tensor | None, positions_M: Tensor, weight_D: Tensor, eps: float, out_MD: Tensor
+) -> None:
+    """RMS norm of hidden * scale at some positions, into out_MD; computed in float32, a few rows at a time."""
     buffer_RD = torch.empty(NORM_ROWS, len(weight_D))
     for start in range(0, len(positions_M), NORM_ROWS):
         at = positions_M[start : start + NORM_ROWS]
@@ -438,7 +443,6 @@ def normed(
         # the norm, rather than the mean of squares: that would store the squares, in a third of the time
         mean_square_R1 = torch.linalg.vector_norm(rows_RD, dim=1, keepdim=True).square_().div_(len(weight_D))
         out_MD[start : start + NORM_ROWS] = rows_RD.mul_(mean_square_R1.add_(eps).rsqrt_()).mul_(weight_D)
-    return out_MD
 
 
 def rows_by_ids(conversations: Path) -> dict[bytes, Row]:
