@@ -6,7 +6,7 @@
    and text sampled at a temperature as often as the mean of the highest probability. The states of an earlier layer, of
    another revision, or of a text that the target did not write are too sure of themselves.
 
-Letters: N sampled positions, D hidden, V vocab, B rows of a block of lm_head, C candidate tokens a position.
+Letters: N sampled positions, W of them of sampled text, D hidden, V vocab, B rows of a block of lm_head, C candidate tokens.
 """
 
 import math
@@ -70,17 +70,20 @@ def score(states_ND: Tensor, lm_head_VD: Tensor, tokens_NC: Tensor, temperature_
     # a candidate must not lose against itself, or a tie, by the rounding of another order of summation
     own_NC = torch.einsum("nd,ncd->nc", states_ND, rows_NCD) + 1e-5 * norms_N[:, None] * rows_NCD.norm(dim=2)
     ranks_NC = torch.zeros_like(tokens_NC)
-    heat_N1 = temperature_N.clamp(min=1e-6)[:, None]
-    highest_N, mass_N = torch.full_like(norms_N, -torch.inf), torch.zeros_like(norms_N)
+    warm = temperature_N.nonzero().flatten()  # the first choice of greedy text has probability 1
+    heat_W1 = temperature_N[warm, None]
+    highest_W, total_W = (torch.full((len(warm),), -torch.inf) for _ in range(2))  # of logits / temperature; as log-sum
     for block_BD in lm_head_VD.split(max(1, BLOCK_ELEMENTS // lm_head_VD.shape[1])):
         logits_NB = states_ND @ block_BD.float().T
         for c in range(tokens_NC.shape[1]):
             ranks_NC[:, c] += (logits_NB > own_NC[:, c, None]).sum(dim=1, dtype=torch.int32)  # half the time of int64
-        higher_N = torch.maximum(highest_N, logits_NB.amax(dim=1))
-        mass_N *= ((highest_N - higher_N) / heat_N1[:, 0]).exp()
-        mass_N += logits_NB.sub_(higher_N[:, None]).div_(heat_N1).exp_().sum(dim=1)
-        highest_N = higher_N
-    return Scores(ranks_NC, 1 / mass_N)
+        if len(warm):
+            logits_WB = logits_NB[warm] / heat_W1
+            highest_W = torch.maximum(highest_W, logits_WB.amax(dim=1))
+            total_W = torch.logaddexp(total_W, logits_WB.logsumexp(dim=1))
+    peak_N = torch.ones(len(states_ND))
+    peak_N[warm] = (highest_W - total_W).exp()
+    return Scores(ranks_NC, peak_N)
 
 
 def far_better(ranks_N: Tensor, other_N: Tensor) -> bool:
@@ -213,12 +216,11 @@ def self_check(
         mean_square_N1 = states_ND[few].square().mean(dim=1, keepdim=True)
         other = "the final norm is missing (pre-norm states)"
         other_ND = states_ND[few] * (mean_square_N1 + target.norm_eps).rsqrt() * target.norm_weight.float()
-    temperature_N = sample.temperature_N.nan_to_num(1.0)
     scores = score(
         torch.cat([states_ND, other_ND]),
         target.lm_head,
         torch.cat([tokens_N3, tokens_N3[few]]),
-        torch.cat([temperature_N, temperature_N[few]]),
+        torch.cat([sample.temperature_N.nan_to_num(1.0), torch.zeros(len(few))]),
     )
     ranks_N3, other_N3 = scores.ranks_NC.split([len(states_ND), len(few)])
     own_scores = Scores(ranks_N3, scores.peak_N[: len(states_ND)])
