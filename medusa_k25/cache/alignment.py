@@ -6,7 +6,7 @@
    and text sampled at a temperature as often as the mean of the highest probability. The states of an earlier layer, of
    another revision, or of a text that the target did not write are too sure of themselves.
 
-Letters: N sampled positions, W of them of sampled text, D hidden, V vocab, B rows of a block of lm_head, C candidate tokens.
+Letters: N sampled positions, W those of sampled text, D hidden, V vocab, B rows of a block of lm_head, C candidates.
 """
 
 import math
