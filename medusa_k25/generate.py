@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from medusa_k25.config import verb
-from medusa_k25.conversations import load_prompts
+from medusa_k25.prompts import load_prompts
 from medusa_k25.report import update_report
 from medusa_k25.target import Target
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_k25.cache.writer import quantise
-from medusa_k25.conversations import Generator, Prompt, read_conversations
+from medusa_k25.conversations import Generator, read_conversations
+from medusa_k25.prompts import Prompt
 from medusa_k25.target import Target
 
 QUESTIONS = ["Hi", "What is a fox?", "Name three rivers.", "Why?", "Tell me about the sea, in one short sentence."]

@@ -10,7 +10,8 @@ import torch
 
 from medusa_k25.cache import Cache, CacheWriter
 from medusa_k25.cache.capture import Capture, read_answers
-from medusa_k25.conversations import Generator, Prompt, prompt_key, read_conversations
+from medusa_k25.conversations import Generator, prompt_key, read_conversations
+from medusa_k25.prompts import Prompt
 from medusa_k25.target import Target
 
 TEXTS = ["Hi", "What is a fox?", "Name three rivers.", "Why?", "Tell me about the sea, in one short sentence, please."]

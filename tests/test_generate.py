@@ -17,16 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_k25 import conversations
-from medusa_k25.conversations import (
-    GenerateReport,
-    Generator,
-    Prompt,
-    ends_in_loop,
-    load_prompts,
-    prompt_key,
-    read_conversations,
-)
+from medusa_k25.conversations import GenerateReport, Generator, ends_in_loop, prompt_key, read_conversations
 from medusa_k25.data.splits import split_of
+from medusa_k25.prompts import Prompt, load_prompts
 from medusa_k25.target import Target
 
 TEXTS = ["Hi", "What is a fox?", "Name three rivers.", "Why?", "Tell me about the sea, in one short sentence, please."]
@@ -348,7 +341,8 @@ def test_reading_a_growing_file_never_fails(tmp_path_factory: pytest.TempPathFac
 KILLED = """
 import sys
 from pathlib import Path
-from medusa_k25.conversations import Generator, load_prompts
+from medusa_k25.conversations import Generator
+from medusa_k25.prompts import load_prompts
 from medusa_k25.target import Target
 
 prompts = load_prompts("package")[:60]

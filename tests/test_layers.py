@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # to the left of it; conversations are made from a target, and a capture reads them.
 LAYERS = {
     "package": ["", "data.splits"],  # data.splits: one hash, which generation asks too
-    "target": ["target", "target_builders", "chat", "server", "answer_client", "conversations"],
+    "target": ["target", "target_builders", "chat", "server", "answer_client", "prompts", "conversations"],
     "cache": [
         "cache",
         *(f"cache.{name}" for name in ("manifest", "shard", "check", "alignment", "reader", "staging", "writer")),

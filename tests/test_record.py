@@ -24,7 +24,8 @@ from medusa_k25.cache.capture import Capture
 from medusa_k25.cache.record_client import Replay
 from medusa_k25.capture import capture
 from medusa_k25.config import compose
-from medusa_k25.conversations import Generator, Prompt
+from medusa_k25.conversations import Generator
+from medusa_k25.prompts import Prompt
 from medusa_k25.serving.sglang.recorder import Mark, Recorder, Request, Settings
 from medusa_k25.serving.sglang.recording import KEY, Recording
 from medusa_k25.target import Target

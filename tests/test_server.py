@@ -18,8 +18,9 @@ import torch
 
 from medusa_k25.answer_client import PATIENCE
 from medusa_k25.config import compose
-from medusa_k25.conversations import Generator, Prompt, load_prompts, read_conversations
+from medusa_k25.conversations import Generator, read_conversations
 from medusa_k25.generate import generate
+from medusa_k25.prompts import Prompt, load_prompts
 from medusa_k25.server import Refused, Server
 from medusa_k25.target import Target
 from tests.tiny import greedy_answer
@@ -558,7 +559,8 @@ KILLED = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from medusa_k25.conversations import Generator, load_prompts
+from medusa_k25.conversations import Generator
+from medusa_k25.prompts import load_prompts
 from medusa_k25.target import Target
 
 target = replace(Target.open(sys.argv[1]), end_ids=tuple(range(5, 512, 8)))

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from medusa_k25 import target_builders
-from medusa_k25.conversations import load_prompts
 from medusa_k25.metrics import topk_ids
+from medusa_k25.prompts import load_prompts
 from medusa_k25.target import Target, TargetModel
 from tests.conftest import write_tiny_llama
 from tests.engines.sglang.engine import running_engine

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import sglang
 
-from medusa_k25.conversations import Generator, Prompt, load_prompts, read_conversations
+from medusa_k25.conversations import Generator, read_conversations
+from medusa_k25.prompts import Prompt, load_prompts
 from tests.engines.sglang.engine import serving
 
 SHIPPED = load_prompts("package")[:12]

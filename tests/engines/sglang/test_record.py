@@ -21,8 +21,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from medusa_k25.cache import Cache, self_check
 from medusa_k25.cache.capture import Capture
 from medusa_k25.cache.record_client import Replay
-from medusa_k25.conversations import Generator, Prompt, read_conversations
+from medusa_k25.conversations import Generator, read_conversations
 from medusa_k25.heads import DraftVocabulary
+from medusa_k25.prompts import Prompt
 from medusa_k25.serving.sglang import record
 from medusa_k25.serving.sglang.graphs import capture_states
 from medusa_k25.serving.sglang.recorder import Settings

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import vllm
 
-from medusa_k25.conversations import Generator, Prompt, load_prompts, read_conversations
+from medusa_k25.conversations import Generator, read_conversations
+from medusa_k25.prompts import Prompt, load_prompts
 from medusa_k25.target import Target
 from medusa_k25.target_builders import smollm2
 
