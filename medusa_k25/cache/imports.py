@@ -244,8 +244,9 @@ class Import:
             except ValueError as error:
                 found = str(error).removeprefix(f"{cache}: ")
                 raise ValueError(
-                    f"nothing was imported from {self.path}: {len(writer.ids)} of its texts were read as {self.source} "
-                    f"writes them ({self.producer.known}), but {found}"
+                    f"nothing was imported from {self.path}: {len(writer.ids)} of its texts, such as "
+                    f"{checked[0]['origin']['file']}, were read as {self.source} writes them "
+                    f"({self.producer.known}), but {found}"
                 ) from None
 
 
@@ -444,8 +445,8 @@ class Reading:
         sized = int(((rms_N >= low) & (rms_N <= high)).sum())
         if 2 * sized < len(rms_N):
             return (
-                f"its states are not those of its tokens: RMS(h / norm weight) is {float(rms_N.median()):.3g}, expected "
-                f"{low} to {high}; compute it again"
+                f"its states are not those of its tokens: RMS(h / norm weight) is {float(rms_N.median()):.3g}, "
+                f"expected {low} to {high}; compute it again"
             )
         rows = (positions_M + 2 < len(ids_T)).nonzero().flatten()
         tokens_N3 = torch.stack([ids_T[positions_M[rows] + offset] for offset in range(3)], dim=1)

@@ -302,5 +302,7 @@ def damage(error: Exception) -> str:
             "loaded; write it with tensors and plain values alone"
         )
     what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if isinstance(error, OSError):
+        return f"cannot be read ({what})"
     why = "truncated, or still being written?" if isinstance(error, DAMAGE) else "not a file of this source?"
     return f"cannot be read ({what}); {why}"
