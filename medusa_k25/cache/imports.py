@@ -407,13 +407,12 @@ class Reading:
     def _row(self, ids_T: Tensor, mask_T: Tensor | None) -> Row:
         """The conversation with these ids; padding behind the last answer is no part of it."""
         assert self.rows is not None
-        lengths = [len(ids_T)]
-        if mask_T is not None and mask_T.any():
-            last = int(mask_T.nonzero()[-1])
-            lengths += [last + 2, last + 1]  # some masks leave the end token out
-        for length in lengths:
-            if (row := self.rows.get(key_of(ids_T[:length]))) is not None:
-                return row
+        row = self.rows.get(key_of(ids_T))
+        if row is None and mask_T is not None and mask_T.any():
+            # some masks leave the end token out, and a row is known without its last id, too
+            row = self.rows.get(key_of(ids_T[: int(mask_T.nonzero()[-1]) + 1]))
+        if row is not None:
+            return row
         raise ValueError(
             f"no answered conversation of {self.importing.conversations} has its {len(ids_T)} token ids; import it "
             "with the conversations that it was computed from, or without any"
