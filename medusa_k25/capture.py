@@ -27,10 +27,12 @@ def main(cfg: DictConfig) -> None:
 
 def capture(cfg: DictConfig, target: Target) -> None:
     capturing = instantiate(cfg.capture)
-    conversations, cache = Path(cfg.conversations), Path(cfg.cache)
     if cfg.source is not None:
         import_files(cfg, target, capturing)
         return
+    if not cfg.conversations:
+        raise ConfigError("capture reads the answers of a file: give conversations=FILE, or source= and path=FOLDER")
+    conversations, cache = Path(cfg.conversations), Path(cfg.cache)
     if cfg.server is not None:
         capturing = Replay(cfg.server, leave_out=capturing.leave_out)
     if cfg.dry_run:
@@ -42,12 +44,12 @@ def capture(cfg: DictConfig, target: Target) -> None:
 
 
 def import_files(cfg: DictConfig, target: Target, capturing: Capture) -> None:
-    if cfg.server is not None or cfg.path is None:
+    if cfg.server is not None or not cfg.path:
         raise ConfigError("source= imports files: give their folder as path=FOLDER, and no server=")
-    conversations, cache = Path(cfg.conversations), Path(cfg.cache)
-    # a run's own conversations need not be there
-    known = conversations.exists() or conversations != Path(cfg.run_dir) / "conversations.jsonl"
-    importing = Import(cfg.source, Path(cfg.path), capturing, conversations if known else None)
+    conversations, cache = Path(cfg.conversations) if cfg.conversations else None, Path(cfg.cache)
+    if conversations == Path(cfg.run_dir) / "conversations.jsonl" and not conversations.exists():
+        conversations = None  # a run's own need not be there
+    importing = Import(cfg.source, Path(cfg.path), capturing, conversations)
     if cfg.dry_run:
         importing.plan(target, cache)
         print("dry run: nothing was written")

@@ -31,10 +31,10 @@ class Known:
     after_TD: Tensor  # after it
 
 
-def known_texts(target: Target, conversations: Path) -> list[Known]:
-    """The target's greedy answers, also in `conversations`, with their states in float32."""
+def known_texts(target: Target, conversations: Path, temperature: float = 0.0) -> list[Known]:
+    """The target's answers, also in `conversations`, with their states in float32."""
     prompts = [Prompt(f"p{i}", None, [{"role": "user", "content": text}]) for i, text in enumerate(QUESTIONS)]
-    Generator(max_new_tokens=24, dtype="float32").run(target, prompts, conversations)
+    Generator(max_new_tokens=24, dtype="float32", temperature=temperature).run(target, prompts, conversations)
     model = target.load_model(torch.float32)
     outputs: list[Tensor] = []
     for layer in model.model.base_model.layers:

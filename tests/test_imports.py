@@ -187,6 +187,21 @@ def test_conversations_say_what_the_files_cannot(
     assert "no answered conversation of" in report.faults["cmpl-5-a0b.safetensors"]
 
 
+@pytest.mark.parametrize("masked_end", [True, False])
+def test_padding_hides_no_conversation(
+    target: Target, texts: list[Known], conversations: Path, tmp_path: Path, masked_end: bool
+) -> None:
+    files = texts
+    if not masked_end:  # the mask leaves the end token out
+        files = [replace(t, mask_T=t.mask_T & (torch.arange(len(t.ids_T)) < len(t.ids_T) - 1)) for t in texts]
+    write_specforge(tmp_path / "files", files, padding=9)
+    report = Import("specforge", tmp_path / "files", Capture(), conversations).run(target, tmp_path / "cache")
+    assert report.faults == {}
+    cache = Cache.open(tmp_path / "cache", target)
+    assert_stored(cache, texts, Capture(), 0)
+    assert [document.id for document in cache.documents] == [text.row["id"] for text in texts]
+
+
 def test_a_conversation_in_two_files_is_stored_once(
     target: Target, texts: list[Known], conversations: Path, tmp_path: Path
 ) -> None:
@@ -363,6 +378,77 @@ def test_states_of_another_target_are_refused(
     assert not (tmp_path / "cache").exists()
 
 
+# Texts unlike the others
+
+
+def with_states(text: Known, change: Callable[[Tensor], Tensor]) -> Known:
+    """Whether a source norms its states or not."""
+    layers = [text.before_TLD[:, 0], change(text.before_TLD[:, -1])]
+    return replace(text, before_TLD=torch.stack(layers, dim=1), after_TD=change(text.after_TD))
+
+
+def noise(states_TD: Tensor) -> Tensor:
+    """As large as a state is, all the same."""
+    noise_TD = torch.randn(states_TD.shape, generator=torch.Generator().manual_seed(1))
+    return noise_TD * (states_TD.norm(dim=1, keepdim=True) / noise_TD.norm(dim=1, keepdim=True))
+
+
+PREFERS = r"its states are not those of its tokens: .* h_t prefers x_\{t\+1\} at \d+ of \d+ positions"
+SIZE = r"its states are not those of its tokens: RMS\(h / norm weight\) is .*, expected 0.9 to 1.05"
+
+
+@pytest.mark.parametrize("producer", ["vllm", "specforge"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda states_TD: states_TD.roll(1, 0), PREFERS),
+        (lambda states_TD: states_TD.roll(-1, 0), PREFERS),
+        (noise, f"{PREFERS}|{SIZE}"),
+        (torch.zeros_like, SIZE),
+        (lambda states_TD: states_TD * 1e30, SIZE),
+    ],
+)
+def test_one_misaligned_text_among_good_ones_is_named(
+    target: Target,
+    texts: list[Known],
+    tmp_path: Path,
+    producer: str,
+    change: Callable[[Tensor], Tensor],
+    message: str,
+) -> None:
+    many = [*texts, *texts[:8]]
+    many[3] = with_states(many[3], change)
+    source = write(producer, tmp_path / "files", many)
+    report = Import(source, tmp_path / "files", Capture()).run(target, tmp_path / "cache")
+    name = {"vllm": "cmpl-3-a0b.safetensors", "specforge": "rows_0-5/data_3.ckpt"}[source]
+    assert (report.stored, list(report.faults)) == (19, [name])
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(report.faults[name])
+    assert_stored(Cache.open(tmp_path / "cache", target), many[:3] + many[4:], Capture(), 1e-5)
+
+
+def test_what_was_mended_is_stored_while_other_texts_are_still_misaligned(
+    target: Target, texts: list[Known], tmp_path: Path
+) -> None:
+    bad = [1, 4, 5, 8, 9]
+    write_vllm(tmp_path / "files", [shifted(text) if i in bad else text for i, text in enumerate(texts)])
+    run = Import("vllm", tmp_path / "files", Capture())
+    report = run.run(target, tmp_path / "cache")
+    assert (report.stored, len(report.faults)) == (len(texts) - 5, 5)
+    write_vllm(tmp_path / "files", [shifted(text) if i in bad[1:] else text for i, text in enumerate(texts)])
+    report = run.run(target, tmp_path / "cache")
+    assert (report.stored, len(report.faults)) == (1, 4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_text_is_no_reason_to_suspect_its_states(tiny_k25: Target, tmp_path: Path, temperature: float) -> None:
+    sampled = known_texts(tiny_k25, tmp_path / "conversations.jsonl", temperature)
+    write_vllm(tmp_path / "files", sampled)
+    run = Import("vllm", tmp_path / "files", Capture(), tmp_path / "conversations.jsonl")
+    report = run.run(tiny_k25, tmp_path / "cache")
+    assert (report.stored + report.short, report.faults) == (len(sampled), {}) and report.stored > 10
+
+
 def test_a_strategy_without_last_states_is_refused(target: Target, texts: list[Known], tmp_path: Path) -> None:
     write_specforge(tmp_path / "files", texts, "dflash")
     with pytest.raises(ValueError, match="holds no last state, only hidden_states, input_ids, loss_mask: .*dflash"):
@@ -453,15 +539,59 @@ def test_parts_share_the_files_and_new_files_move_none(target: Target, texts: li
     folder, cache = tmp_path / "files", tmp_path / "cache"
     write_vllm(folder, (texts * 3)[:30])
     runs = [Import("vllm", folder, Capture(part=f"{i}/3")) for i in (1, 2, 3)]
-    shares = [{file.name for file in run._files()[0]} for run in runs]
+    shares = [{file.name for file in run._files(cache)[0]} for run in runs]
     assert sum(map(len, shares)) == 30 and min(map(len, shares)) > 3
     assert [run.run(target, cache).stored for run in runs] == [len(share) for share in shares]
     write_vllm(folder, (texts * 4)[:40])
     for run, share in zip(runs, shares, strict=True):
-        assert share <= {file.name for file in run._files()[0]}
+        assert share <= {file.name for file in run._files(cache)[0]}
     assert sum(run.run(target, cache).stored for run in runs) == 10
     assert {file.stem for file in (cache / "index").iterdir()} == {f"part-{i}-of-3" for i in (1, 2, 3)}
     assert len({document.id for document in Cache.open(cache).documents}) == 40 == len(Cache.open(cache).documents)
+
+
+def test_a_part_without_files_has_nothing_to_do(
+    target: Target, texts: list[Known], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_vllm(tmp_path / "files", texts[:1])
+    runs = [Import("vllm", tmp_path / "files", Capture(part=f"{i}/2")) for i in (1, 2)]
+    (empty,) = (run for run in runs if not run._files(tmp_path / "cache")[0])
+    report = empty.run(target, tmp_path / "cache")
+    assert (report.stored, report.check) == (0, None) and not (tmp_path / "cache").exists()
+    assert f"part {empty.capture.part} has none of the files in" in capsys.readouterr().out
+    assert sum(run.run(target, tmp_path / "cache").stored for run in runs if run is not empty) == 1
+    assert (empty.run(target, tmp_path / "cache").stored, len(Cache.open(tmp_path / "cache").documents)) == (0, 1)
+
+
+@pytest.mark.parametrize("source", ["vllm", "sglang_json"])
+def test_a_cache_below_the_imported_folder_is_none_of_its_files(
+    target: Target, texts: list[Known], tmp_path: Path, source: str
+) -> None:
+    write(source, tmp_path / "run", texts)
+    cache = tmp_path / "run/cache"
+    assert Import(source, tmp_path / "run", Capture()).run(target, cache).stored == len(texts)
+    for path in (tmp_path / "run", tmp_path / "run/../run"):
+        report = Import(source, path, Capture()).run(target, cache)
+        assert (report.stored, report.skipped, report.faults) == (0, len(texts), {})
+    with pytest.raises(ValueError, match="holds no files of"):
+        Import(source, cache, Capture()).run(target, cache)
+
+
+def test_counts_of_one_text_are_numbers(target: Target, texts: list[Known], tmp_path: Path) -> None:
+    write_vllm(tmp_path / "files", [next(text for text in texts if text.row["finish_reason"] == "length")])
+    report = Import("vllm", tmp_path / "files", Capture()).run(target, tmp_path / "cache")
+    assert "; 0 answers end in a loop, 1 are cut by" in str(report)
+
+
+def test_blank_lines_and_a_last_line_without_its_end(target: Target, texts: list[Known], tmp_path: Path) -> None:
+    file = tmp_path / "files/answers.jsonl"
+    file.parent.mkdir()
+    file.write_text("\n \n".join(map(sglang_line, texts)).rstrip("\n"))
+    report = Import("sglang_json", file.parent, Capture()).run(target, tmp_path / "cache")
+    assert (report.stored, report.unfinished, report.faults) == (len(texts), 0, {})
+    assert_stored(Cache.open(tmp_path / "cache", target), texts, Capture(), 0)
+    again = Import("sglang_json", file.parent, Capture()).run(target, tmp_path / "cache")
+    assert (again.stored, again.skipped) == (0, len(texts))
 
 
 class Evil:
@@ -509,7 +639,7 @@ def damage_specforge(folder: Path) -> dict[str, str]:
     return {
         "rows_0-5/data_0.ckpt": "cannot be read",
         "rows_0-5/data_1.ckpt": "cannot be read",
-        "rows_0-5/data_2.ckpt": "cannot be read .*Weights only load failed",
+        "rows_0-5/data_2.ckpt": "cannot be read .*holds Python objects, which could run code and are not loaded",
         "rows_0-5/data_3.ckpt": "a loss mask of 7 flags, 7 of them set, for",
         "rows_0-5/data_4.ckpt": "states of 3 tokens for",
     }
@@ -543,6 +673,124 @@ def damage_sglang_json(folder: Path) -> dict[str, str]:
         "answers.jsonl:4": "cannot be read",
         "answers.jsonl:5": "cannot be read",
     }
+
+
+def odd_vllm(folder: Path, text: Known) -> dict[str, str]:
+    """Write files like no other beside good ones, and say what is to be said about them."""
+    good: dict[str, Tensor] = {"hidden_states": text.before_TLD.contiguous(), "token_ids": text.ids_T}
+    T, ids_T, fp8_TLD = len(text.ids_T), text.ids_T, text.before_TLD.to(torch.float8_e4m3fn).contiguous()
+    odd: dict[str, tuple[dict[str, Tensor], str]] = {
+        "no layers": ({"hidden_states": torch.zeros(T, 0, 64)}, r"\[\d+, 0, 64\], expected \[tokens, layers, hidden"),
+        "no tokens": ({"hidden_states": torch.zeros(0, 2, 64), "token_ids": ids_T[:0]}, "the mask keeps nothing"),
+        "2-d ids": ({"token_ids": ids_T[:, None]}, r"the token ids have shape \[\d+, 1\], expected \[tokens\]"),
+        "0-d ids": ({"token_ids": torch.tensor(3)}, r"the token ids have shape \[\], expected \[tokens\]"),
+        "bool ids": ({"token_ids": ids_T.bool()}, "the token ids are torch.bool, expected integers"),
+        "float ids": ({"token_ids": ids_T + 0.25}, "the token ids are torch.float32, expected integers"),
+        "int states": ({"hidden_states": good["hidden_states"].int()}, "the states are torch.int32, expected floating"),
+        "fp8": ({"hidden_states": fp8_TLD}, "the states are torch.float8_e4m3fn without scales; expected"),
+        "scales": (
+            {"hidden_states": fp8_TLD, "hidden_states_scales": torch.ones(T - 1, 1, 1)},
+            r"\d+ scales for the states of \d+ tokens, expected one a token",
+        ),
+    }
+    for name, (change, _) in odd.items():
+        save_file(good | change, folder / f"{name}.safetensors")
+    (folder / "nowhere.safetensors").symlink_to(folder / "gone")
+    (folder / "folder.safetensors").mkdir()
+    save_file(good, os.fsdecode(b"%s/caf\xe9.safetensors" % os.fsencode(folder)))
+    expected = {f"{name}.safetensors": message for name, (_, message) in odd.items()}
+    expected["nowhere.safetensors"] = r"cannot be read \(FileNotFoundError"
+    expected["folder.safetensors"] = "cannot be read"
+    return expected | {"caf\\xe9.safetensors": "its name is not UTF-8"}
+
+
+def odd_states(hidden_TD: Tensor) -> dict[str, tuple[Any, str]]:
+    return {
+        "list": (hidden_TD.tolist(), r"a list, expected a dense tensor|'list' object has no attribute"),
+        "1-d": (hidden_TD[:, 0].clone(), r"states have shape \[\d+\], expected \[tokens, hidden size\]"),
+        "sparse": (hidden_TD.to_sparse(), "sparse_coo on cpu, expected a dense tensor on the CPU"),
+        "meta": (hidden_TD.to("meta"), "on meta, expected a dense tensor on the CPU"),
+        "complex": (hidden_TD.to(torch.complex64), "the states are torch.complex64, expected floating point"),
+        "int": (hidden_TD.int(), "the states are torch.int32, expected floating point"),
+        "fp8": (hidden_TD.to(torch.float8_e4m3fn), "the states are torch.float8_e4m3fn without scales"),
+        "two texts": (
+            torch.stack([hidden_TD, hidden_TD]),
+            r"states have shape \[2, \d+, 64\], expected \[tokens, hidden",
+        ),
+    }
+
+
+def odd_specforge(folder: Path, text: Known) -> dict[str, str]:
+    good = {"input_ids": text.ids_T, "loss_mask": text.mask_T.long(), "hidden_state": text.after_TD[None]}
+    odd: list[tuple[Any, str]] = [
+        (good | {"hidden_state": hidden}, message) for hidden, message in odd_states(text.after_TD).values()
+    ]
+    odd += [
+        (
+            {name: torch.cat([tensor.view(1, len(text.ids_T), -1).squeeze(2)] * 2) for name, tensor in good.items()},
+            r"\[2, \d+\]",
+        ),
+        (
+            {3: 4} | {name: good[name] for name in ("input_ids", "loss_mask")},
+            "no last state, only 3, input_ids, loss_mask",
+        ),
+        ([1, 2], "cannot be read .*not a file of this source"),
+        (good | {"input_ids": "abc"}, "cannot be read .*not a file of this source"),
+        (good | {"loss_mask": torch.tensor(1)}, "flags of the loss mask have shape"),
+    ]
+    for i, (data, _) in enumerate(odd):
+        torch.save(data, folder / f"data_{100 + i}.ckpt")
+    return {f"data_{100 + i}.ckpt": message for i, (_, message) in enumerate(odd)}
+
+
+def odd_speculators_03(folder: Path, text: Known) -> dict[str, str]:
+    good = {"input_ids": text.ids_T, "loss_mask": text.mask_T.long()}
+    odd: list[tuple[Any, str]] = [
+        (good | {"hidden_states": [hidden]}, message) for hidden, message in odd_states(text.before_TLD[:, -1]).values()
+    ]
+    odd.append((good | {"hidden_states": []}, "cannot be read .*list index out of range"))
+    for i, (data, _) in enumerate(odd):
+        torch.save(data, folder / f"data_{100 + i}.pt")
+    return {f"data_{100 + i}.pt": message for i, (_, message) in enumerate(odd)}
+
+
+def odd_sglang_json(folder: Path, text: Known) -> dict[str, str]:
+    good = json.loads(sglang_line(text))
+    facts, ids = good["meta_info"], good["output_ids"]
+    odd: list[tuple[Any, str]] = [
+        (
+            {"input_ids": [4], "output_ids": [], "meta_info": {"hidden_states": []}},
+            r"states have shape \[0\], expected",
+        ),
+        (good | {"output_ids": [id + 0.5 for id in ids]}, r"token id \d+\.5, expected an integer"),
+        (good | {"output_ids": [7.0, *ids[1:]]}, r"token id 7\.0, expected an integer"),
+        (good | {"output_ids": [True, *ids[1:]]}, "token id True, expected an integer"),
+        (good | {"output_ids": [10**30, *ids[1:]]}, "cannot be read"),
+        (good | {"meta_info": facts | {"finish_reason": {"type": "abort"}}}, "'abort', expected stop or length"),
+        (good | {"meta_info": facts | {"finish_reason": {"type": ["stop"]}}}, r"\['stop'\], expected stop or length"),
+        (good | {"meta_info": facts | {"finish_reason": "stop"}}, "cannot be read .*TypeError"),
+        (None, "cannot be read .*TypeError"),
+    ]
+    (folder / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in odd) + "[" * 100_000 + "\n")
+    expected = {f"odd.jsonl:{number}": message for number, (_, message) in enumerate(odd, start=1)}
+    return expected | {f"odd.jsonl:{len(odd) + 1}": "cannot be read .*RecursionError"}
+
+
+@pytest.mark.parametrize("odd", [odd_vllm, odd_specforge, odd_speculators_03, odd_sglang_json])
+def test_files_like_no_other_are_named_and_the_others_stored(
+    target: Target, texts: list[Known], tmp_path: Path, odd: Callable[[Path, Known], dict[str, str]]
+) -> None:
+    source = write(odd.__name__.removeprefix("odd_").replace("_03", " 0.3"), tmp_path / "files", texts)
+    expected = odd(tmp_path / "files", texts[0])
+    for _ in range(2):  # with good files, and alone: those were stored
+        report = Import(source, tmp_path / "files", Capture()).run(target, tmp_path / "cache")
+        assert report.faults.keys() == expected.keys()
+        for name, message in expected.items():
+            with pytest.raises(ValueError, match=message):
+                raise ValueError(report.faults[name])
+        str(report).encode()
+    assert (report.stored, report.skipped) == (0, len(texts))
+    assert_stored(Cache.open(tmp_path / "cache", target), texts, Capture(), 1e-5)
 
 
 @pytest.mark.parametrize("damage", [damage_vllm, damage_specforge, damage_speculators, damage_sglang_json])
@@ -642,16 +890,23 @@ def test_the_verb(
         return 0
 
     path = f"path={tmp_path / 'files'}"
-    assert status() == 2 and "give their folder as path=FOLDER" in capsys.readouterr().err
+    for nowhere in ((), ("path=",)):
+        assert status(*nowhere) == 2 and "give their folder as path=FOLDER" in capsys.readouterr().err
+    assert status("source=null", "conversations=null") == 2 and "give conversations=FILE" in capsys.readouterr().err
     assert status(path, "conversations=/nowhere.jsonl") == 1 and "no conversations at" in capsys.readouterr().err
     assert status(path, "dry_run=true") == 0 and not (tmp_path / "cache").exists()
-    assert status(path) == 0
+    assert status(path, "conversations=null") == 0
     assert read_report(tmp_path / "run")["capture"]["stored"] == len(texts)
     damaged = tmp_path / "files/new.safetensors"
     damaged.write_bytes(b"no")
     assert status(path) == 1
     assert "1 files or texts of" in capsys.readouterr().err
     assert list(read_report(tmp_path / "run")["capture"]["faults"]) == ["new.safetensors"]
+    damaged.unlink()
+    write_vllm(tmp_path / "files", [with_states(texts[0], torch.zeros_like), *texts[1:]])
+    assert status(path, f"cache={tmp_path / 'other'}") == 1
+    assert "cmpl-0-a0b.safetensors: its states are not those of its tokens" in capsys.readouterr().err
+    assert read_report(tmp_path / "run")["capture"]["stored"] == len(texts) - 1
 
 
 # Kills

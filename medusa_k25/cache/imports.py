@@ -4,6 +4,7 @@ Letters: T tokens, M positions with a state, D hidden.
 """
 
 import fcntl
+import os
 import re
 import time
 import zlib
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from medusa_k25.cache.alignment import self_check
+from medusa_k25.cache.alignment import RMS_RANGE, self_check
 from medusa_k25.cache.capture import Capture, CaptureReport, Row, part_of, require_room, writer_name
 from medusa_k25.cache.check import one_thread, spread
-from medusa_k25.cache.producers import PRODUCERS, Producer, Sample, Unfinished
+from medusa_k25.cache.producers import ANY_FAULT, PRODUCERS, Producer, Sample, Unfinished, damage
 from medusa_k25.cache.reader import Cache, Document
 from medusa_k25.cache.shard import as_bytes
 from medusa_k25.cache.writer import CacheWriter
@@ -37,6 +38,8 @@ from medusa_k25.target import Target
 FIRST_PLACEHOLDER = 1_000_000  # SGLang writes an image as ids from here on: this number plus a hash of the image
 SAMPLED_TEXTS = 100
 SAMPLED_TOKENS = 64  # of an answer: enough for the check
+LOOKED_AT = 32  # positions of a text that tell whether its states are those of its tokens
+FEWEST_TELLING = 8  # of them; fewer say nothing
 COMPARED_FILES = 8  # of those that were imported before
 TEXTS_AHEAD = 3
 NORM_ROWS = 64  # at a time: they stay in the CPU's cache, which is three times as fast as all rows at once
@@ -51,6 +54,7 @@ class Text:
     document: dict[str, Any] | None = None  # arguments of CacheWriter.add
     why_not: str | None = None  # "skipped" (stored before), "short" (answer), "left_out" (by a filter), "unfinished"
     fault: str | None = None
+    suspect: str | None = None  # why the states of the document cannot be those of its tokens
     loops: bool = False
     cut: bool = False
     placeholders: int = 0
@@ -105,27 +109,29 @@ class Import:
         A sample of the files is read for it. ValueError when there are no files, when none of the sample can be
         imported, when the disk is too small, or when the cache has other texts under the names of these files.
         """
-        files, unfinished = self._files()
+        files, unfinished = self._files(cache)
         stored = Stored(None, {})
         if (cache / "manifest.json").exists():
             opened = Cache.open(cache, target, check=False)
             mine = [document for document in opened.documents if document.origin.get("source") == self.source]
             stored = Stored(opened, {document.origin["file"]: document for document in mine})
         todo = [file for file in files if self.name_of(file) not in stored.documents]
-        if not todo and not stored.documents:
+        if not files and not unfinished:
+            print(f"part {self.capture.part} has none of the files in {self.path}: nothing to do")
+        elif not todo and not stored.documents:
             raise ValueError(f"nothing to import from {self.path} yet: {unfinished} files are still being written")
         rows = None if self.conversations is None else rows_by_ids(self.conversations)
         reading = Reading(self, target, stored, rows)
         reading.require_same_texts(files)
         sample = list(reading.sample(todo))
-        if not stored.documents and not any(text.document for text in sample):
+        if todo and not stored.documents and not any(text.document for text in sample):
             faults = {text.name: text.fault for text in sample if text.fault is not None}
             raise ValueError(
                 f"none of {len(sample)} texts from {self.path} can be imported as {self.source} writes them: "
                 f"{first_of(faults) or 'they have no answers of two tokens or more that leave_out keeps'}"
             )
         if sample:
-            size = sum(file.stat().st_size for file in todo)
+            size = sum(map(size_of, todo))
             scale = size / max(1, sum(text.bytes for text in sample))
             states, tokens = (round(scale * sum(getattr(text, of) for text in sample)) for of in ("states", "tokens"))
             what = f"{len(todo):,} files of {size / 1e9:,.3f} GB, about"
@@ -141,9 +147,12 @@ class Import:
         """
         started = time.perf_counter()
         plan = self.plan(target, cache)
+        if not (plan.files or plan.skipped or plan.unfinished):
+            seconds = time.perf_counter() - started
+            return CaptureReport(0, 0, 0, 0, 0, 0, 0, 0, 0, seconds, check=None)
         self._check(target, plan)
         name = writer_name(*part_of(self.capture.part))
-        size = sum(file.stat().st_size for file in plan.files)
+        size = sum(map(size_of, plan.files))
         with (
             tqdm(total=size, desc="import", unit="B", unit_scale=True) as bar,
             self._writer(cache, target, name) as writer,
@@ -170,20 +179,28 @@ class Import:
         return report
 
     def name_of(self, file: Path) -> str:
+        """Below the imported folder."""
         return file.name if file == self.path else file.relative_to(self.path).as_posix()
 
-    def _files(self) -> tuple[list[Path], int]:
-        """(this part's files in the order of their numbers, how many more are still being written)"""
+    def _files(self, cache: Path) -> tuple[list[Path], int]:
+        """(this part's files in the order of their numbers, how many more are still being written)
+
+        What lies in `cache` has such names, too, and is none of them.
+        """
         if not self.path.exists():
             raise ValueError(f"{self.path} does not exist; name the folder that {self.source} wrote to: path=FOLDER")
         files, unfinished, others = [], 0, 0
         index, parts = part_of(self.capture.part)
+        folder = (self.path.parent if self.path.is_file() else self.path).resolve()
+        own_folder = cache.resolve()
         for file in [self.path] if self.path.is_file() else sorted(self.path.rglob("*"), key=numerically):
             is_lock = file.suffix == ".lock"
             data = file.with_suffix("") if is_lock else file
             if file.suffix != ".tmp" and not self.producer.pattern.fullmatch(data.name):
                 continue
-            if zlib.crc32(self.name_of(data).encode()) % parts != index:
+            if (folder / self.name_of(file)).is_relative_to(own_folder):
+                continue
+            if zlib.crc32(os.fsencode(self.name_of(data))) % parts != index:
                 others += 1
             elif file.suffix == ".tmp" or (is_lock and is_locked(file)):
                 unfinished += 1  # a file's lock is there before the file, and stays
@@ -199,8 +216,17 @@ class Import:
         return CacheWriter.open(cache, target, self.capture.storage_dtype, engine, name, self.capture.shard_tokens)
 
     def _check(self, target: Target, plan: Plan) -> None:
-        """ValueError unless the states of the sample are what the source is known to write."""
-        documents = {text.document["id"]: text.document for text in plan.sample if text.document is not None}
+        """ValueError unless the states of the sample are what the source is known to write.
+
+        A few texts that are unlike the others are no reason to stop, they will be left out; when most are suspect, it
+        is the convention that is another, and all of them tell which.
+        """
+        sampled = [text for text in plan.sample if text.document is not None]
+        sound = [text for text in sampled if text.suspect is None]
+        # of a folder that was imported before, the suspects are what is left
+        few_suspects = 2 * len(sound) >= len(sampled) or (sound and plan.reading.stored.documents)
+        checked = [text.document for text in (sound if few_suspects else sampled) if text.document is not None]
+        documents = {document["id"]: document for document in checked}
         with TemporaryDirectory() as folder:
             faults, cache = {}, Path(folder) / "cache"
             with self._writer(cache, target) as writer:
@@ -218,8 +244,9 @@ class Import:
             except ValueError as error:
                 found = str(error).removeprefix(f"{cache}: ")
                 raise ValueError(
-                    f"nothing was imported from {self.path}: {len(writer.ids)} of its texts were read as {self.source} "
-                    f"writes them ({self.producer.known}), but {found}"
+                    f"nothing was imported from {self.path}: {len(writer.ids)} of its texts, such as "
+                    f"{checked[0]['origin']['file']}, were read as {self.source} writes them "
+                    f"({self.producer.known}), but {found}"
                 ) from None
 
 
@@ -246,11 +273,13 @@ class Reading:
         importing, documents, cache = self.importing, self.stored.documents, self.stored.cache
         known = [file for file in files if {name := importing.name_of(file), f"{name}:1"} & documents.keys()]
         for file in (known[i] for i in spread(len(known), COMPARED_FILES)):
-            name, _, read = next(importing.producer.texts(file, importing.name_of(file)))
             try:
+                name, _, read = next(importing.producer.texts(file, importing.name_of(file)))
                 ids_T, _ = self._mapped(read().ids_T)
-            except ValueError:
+            except (StopIteration, Unfinished, *ANY_FAULT):
                 continue  # it has been damaged since, but what it held is stored
+            if name not in documents:
+                continue  # the first text was left out
             assert cache is not None
             stored_T = cache.token_ids(documents[name])
             common = min(len(ids_T), len(stored_T))  # a file may lack the last token, the cache what follows the answer
@@ -264,6 +293,9 @@ class Reading:
         """All texts of the files; of each document the beginning, with `most_tokens` of its answer."""
         for file in files:
             file_name = self.importing.name_of(file)
+            if file_name != (printable := os.fsencode(file_name).decode(errors="backslashreplace")):
+                yield Text(printable, size_of(file), fault="its name is not UTF-8, and names documents; rename it")
+                continue
             try:
                 for name, size, read in self.importing.producer.texts(file, file_name):
                     if name in self.stored.documents:
@@ -271,13 +303,13 @@ class Reading:
                         continue
                     try:
                         text = self._text(read(), size, most_tokens)
-                    except ValueError as error:
-                        text = Text(name, size, fault=str(error))
+                    except ANY_FAULT as error:
+                        text = Text(name, size, fault=said(error))
                     yield text
             except Unfinished:
                 yield Text(file_name, 0, why_not="unfinished")
-            except (ValueError, OSError) as error:
-                yield Text(file_name, 0, fault=str(error))
+            except ANY_FAULT as error:
+                yield Text(file_name, 0, fault=said(error))
 
     def _text(self, sample: Sample, size: int, most_tokens: int | None) -> Text:
         """The document of a text, or why it is none."""
@@ -297,7 +329,7 @@ class Reading:
             )
         row: Row = {}
         if self.rows is not None:
-            row = self._row(ids_T)
+            row = self._row(ids_T, sample.mask_T)
             ids_T = torch.tensor(row["prompt_ids"] + row["answer_ids"])
             mask_T = torch.arange(len(ids_T)) >= len(row["prompt_ids"])
         else:
@@ -332,12 +364,13 @@ class Reading:
             "tools": None,
             "ids": self.importing.producer.ids,
         }
+        hidden_MD = self._states(sample, positions_M)
         document = {
             "id": row.get("id", f"{self.importing.source}/{sample.name}"),
             "group": row.get("group"),
             "token_ids_T": ids_T[:length],
             "loss_mask_T": mask_T[:length],
-            "hidden_MD": self._states(sample, positions_M),
+            "hidden_MD": hidden_MD,
             "positions_M": positions_M,
             "prompt_length": first,
             "finish_reason": finish_reason,
@@ -350,6 +383,7 @@ class Reading:
             sample.name,
             size,
             document,
+            suspect=self._suspect(ids_T[:length], mask_T[:length], hidden_MD, positions_M),
             loops=loops,
             cut=cut,
             placeholders=placeholders,
@@ -359,6 +393,7 @@ class Reading:
 
     def _mapped(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """(ids with an engine's own ids of images replaced by the target's placeholder, where they were)"""
+        ids_T = ids_T.long()
         is_image_T = ids_T >= FIRST_PLACEHOLDER
         if is_image_T.any():
             if self.target.placeholder_id is None:
@@ -369,15 +404,20 @@ class Reading:
             ids_T = ids_T.masked_fill(is_image_T, self.target.placeholder_id)
         return ids_T, is_image_T
 
-    def _row(self, ids_T: Tensor) -> Row:
+    def _row(self, ids_T: Tensor, mask_T: Tensor | None) -> Row:
+        """The conversation with these ids; padding behind the last answer is no part of it."""
         assert self.rows is not None
-        row = self.rows.get(key_of(ids_T))
-        if row is None:
-            raise ValueError(
-                f"no answered conversation of {self.importing.conversations} has its {len(ids_T)} token ids; import it "
-                "with the conversations that it was computed from, or without any"
-            )
-        return row
+        lengths = [len(ids_T)]
+        if mask_T is not None and mask_T.any():
+            last = int(mask_T.nonzero()[-1])
+            lengths += [last + 2, last + 1]  # some masks leave the end token out
+        for length in lengths:
+            if (row := self.rows.get(key_of(ids_T[:length]))) is not None:
+                return row
+        raise ValueError(
+            f"no answered conversation of {self.importing.conversations} has its {len(ids_T)} token ids; import it "
+            "with the conversations that it was computed from, or without any"
+        )
 
     @cached_property
     def _marks(self) -> ChatMarks:
@@ -386,6 +426,46 @@ class Reading:
     @cached_property
     def _norm_weight_D(self) -> Tensor:
         return self.target.norm_weight.float()
+
+    @cached_property
+    def _lm_head_VD(self) -> Tensor:
+        return self.target.lm_head
+
+    def _suspect(self, ids_T: Tensor, mask_T: Tensor, hidden_MD: Tensor, positions_M: Tensor) -> str | None:
+        """Why these states cannot be those of the text, or None; a glance at a few, which costs next to nothing.
+
+        lm_head(h_t) must prefer x_{t+1} to x_t and x_{t+2} at half of some positions at least, and the states must have
+        the size that the final norm gives them. The self-check knows more; it needs many texts, and lm_head as a whole.
+        """
+        states_ND = hidden_MD[spread(len(positions_M), LOOKED_AT)].float()
+        if not states_ND.isfinite().all():
+            return None  # which the writer names
+        rms_N = rms_of(states_ND, self._norm_weight_D)
+        low, high = RMS_RANGE
+        sized = int(((rms_N >= low) & (rms_N <= high)).sum())
+        if 2 * sized < len(rms_N):
+            return (
+                f"its states are not those of its tokens: RMS(h / norm weight) is {float(rms_N.median()):.3g}, "
+                f"expected {low} to {high}; compute it again"
+            )
+        rows = (positions_M + 2 < len(ids_T)).nonzero().flatten()
+        tokens_N3 = torch.stack([ids_T[positions_M[rows] + offset] for offset in range(3)], dim=1)
+        differ_N = (tokens_N3 != tokens_N3.roll(1, dims=1)).all(dim=1)
+        usable = (mask_T[positions_M[rows] + 1] & differ_N).nonzero().flatten()
+        usable = usable[spread(len(usable), LOOKED_AT)]
+        if len(usable) < FEWEST_TELLING:
+            return None
+        scores_N3 = torch.einsum(
+            "nd,ncd->nc", hidden_MD[rows[usable]].float(), self._lm_head_VD[tokens_N3[usable]].float()
+        )
+        wins_3 = scores_N3.argmax(dim=1).bincount(minlength=3).tolist()
+        if 2 * wins_3[1] < len(usable):
+            return (
+                f"its states are not those of its tokens: of x_t, x_{{t+1}} and x_{{t+2}}, h_t prefers x_{{t+1}} at "
+                f"{wins_3[1]} of {len(usable)} positions (x_t at {wins_3[0]}, x_{{t+2}} at {wins_3[2]}), expected at "
+                "most of them; are they shifted, or another text's? Compute it again"
+            )
+        return None
 
     def _states(self, sample: Sample, positions_M: Tensor) -> Tensor:
         """The states at these positions after the final norm, [M, D]."""
@@ -407,9 +487,12 @@ def store_texts(
     with one_thread(), closing(read_ahead(reading.texts(files))) as texts:
         for text in texts:
             progress(text.bytes)
-            counts.update(loops=text.loops, cut=text.cut, placeholders=text.placeholders)
+            counts.update(loops=int(text.loops), cut=int(text.cut), placeholders=text.placeholders)
             fault, why_not = text.fault, text.why_not
-            if text.document is not None and text.document["id"] in writer.ids:
+            if text.document is not None and text.suspect is not None:
+                fault = text.suspect
+                reading.spare.append(text.document["hidden_MD"])
+            elif text.document is not None and text.document["id"] in writer.ids:
                 why_not = "skipped"  # the same conversation from another file
             elif text.document is not None:
                 try:
@@ -443,6 +526,25 @@ def normed(
         # the norm, rather than the mean of squares: that would store the squares, in a third of the time
         mean_square_R1 = torch.linalg.vector_norm(rows_RD, dim=1, keepdim=True).square_().div_(len(weight_D))
         out_MD[start : start + NORM_ROWS] = rows_RD.mul_(mean_square_R1.add_(eps).rsqrt_()).mul_(weight_D)
+
+
+def rms_of(states_ND: Tensor, weight_D: Tensor) -> Tensor:
+    """RMS(h / weight) of each state, 1 after the final norm. Nothing passes a zero weight: it is left out."""
+    passed_D = weight_D != 0
+    return (states_ND[:, passed_D] / weight_D[passed_D]).square().mean(dim=1).sqrt()
+
+
+def said(error: Exception) -> str:
+    """A ValueError speaks for itself; what a library says, of a file that is like no other, needs an introduction."""
+    return str(error) if isinstance(error, ValueError) else damage(error)
+
+
+def size_of(file: Path) -> int:
+    """In bytes; 0 for one that cannot be read, which will be named."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def rows_by_ids(conversations: Path) -> dict[bytes, Row]:
