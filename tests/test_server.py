@@ -702,6 +702,7 @@ def test_a_refusal_keeps_its_status(fake: Fake) -> None:
 
 
 KILLED = """
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -709,6 +710,7 @@ from medusa_k25.conversations import Generator
 from medusa_k25.prompts import load_prompts
 from medusa_k25.target import Target
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 target = replace(Target.open(sys.argv[1]), end_ids=tuple(range(5, 512, 8)))
 Generator(max_new_tokens=12, concurrency=4).run(target, load_prompts("package")[:40], Path(sys.argv[2]), sys.argv[3])
 """
