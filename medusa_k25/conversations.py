@@ -136,7 +136,7 @@ class Generator:
             if not (isinstance(value := getattr(self, name), int) and value >= 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value}")
         if not (_is_number(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+            raise ValueError(f"temperature must be a finite number, 0 (greedy) or more, got {self.temperature}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not (_is_number(self.timeout_s) and self.timeout_s > 0):
