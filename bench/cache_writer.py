@@ -31,14 +31,20 @@ VOCAB_SIZE = 1000
 BLOCK_BYTES = 2**20
 
 
+def lm_head(hidden_size: int) -> torch.Tensor:
+    """Rows [V, D] in bf16, always the same."""
+    return torch.randn(VOCAB_SIZE, hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
 def write_texts(folder: Path, hidden_size: int, num_bytes: float) -> list[Path]:
     """A file of states [T, 1, D] in bf16 for each text, and conversations.jsonl with their token ids."""
     folder.mkdir()
-    hidden_T1D = torch.randn(T, 1, hidden_size).bfloat16()
-    files = [folder / f"{i}.safetensors" for i in range(max(1, int(num_bytes / hidden_T1D.nbytes)))]
+    rows_VD = lm_head(hidden_size)
+    files = [folder / f"{i}.safetensors" for i in range(max(1, int(num_bytes / (T * hidden_size * 2))))]
     with (folder / "conversations.jsonl").open("w") as conversations:
         for number, file in enumerate(files):
             ids_T = torch.randint(VOCAB_SIZE, (T,))
+            hidden_T1D = rows_VD[ids_T.roll(-1)][:, None]  # which predicts the next token, before and after the norm
             save_file({"hidden_states": hidden_T1D, "token_ids": ids_T}, file)
             row: dict[str, Any] = {"prompt_ids": ids_T[:8].tolist(), "answer_ids": ids_T[8:].tolist()}
             row |= {"id": str(number), "group": None, "messages": [], "answer": "", "finish_reason": "length"}
@@ -85,7 +91,7 @@ def import_files(files: list[Path], out: Path, hidden_size: int, shard_tokens: i
     """All that `Import.run` does after its checks of a sample."""
     target = random_target(hidden_size, VOCAB_SIZE)
     target.norm_weight, target.norm_eps = torch.rand(hidden_size) + 0.5, 1e-5
-    target.end_ids, target.placeholder_id = (), None
+    target.end_ids, target.placeholder_id, target.lm_head = (), None, lm_head(hidden_size)
     capture = Capture(storage="all", storage_dtype="bfloat16", shard_tokens=shard_tokens)
     conversations = files[0].with_name("conversations.jsonl")
     importing = Import("vllm", files[0].parent, capture, conversations)

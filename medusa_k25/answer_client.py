@@ -1,8 +1,9 @@
 """Answers from an engine's server, as token ids: SGLang's own endpoint, or an OpenAI-compatible one such as vLLM's."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from reprlib import repr as short
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -88,36 +89,56 @@ class Engine:
             return False
         return True
 
-    def _require_prompt(self, read: int | list[int] | None, ask: Ask) -> None:
+    def _require_prompt(self, read: Any, ask: Ask) -> None:
         """`read`: the prompt's ids as the server read them, or their number, or None where it does not say."""
-        if read not in (None, ask.prompt_ids, len(ask.prompt_ids)):
-            raise ValueError(
-                f"{self.server.url} read {read if isinstance(read, int) else len(read or [])} tokens of a prompt of "
-                f"{len(ask.prompt_ids)}, or other ones: it must neither add, cut nor change tokens (see its options "
-                "for truncation and for a beginning-of-text token)"
+        if read in (None, ask.prompt_ids, len(ask.prompt_ids)):
+            return
+        if type(read) not in (int, list):
+            raise Failed(
+                f"the server answered that it read {short(read)}, expected the prompt's tokens or their number"
             )
+        raise ValueError(
+            f"{self.server.url} read {read if isinstance(read, int) else len(read)} tokens of a prompt of "
+            f"{len(ask.prompt_ids)}, or other ones: it must neither add, cut nor change tokens (see its options "
+            "for truncation and for a beginning-of-text token)"
+        )
 
-    def _whole(self, ids: list[int] | None, text: str, reason: str, matched: int | str | None, ask: Ask) -> Answer:
-        """`matched`: the token or text that ended the answer, None where the server does not say."""
-        end_ids = self.target.end_ids
+    def _whole(self, ids: Any, text: Any, reason: Any, matched: Any, ask: Ask) -> Answer:
+        """The answer in what the server sent, of which nothing is known: Failed, or ValueError for another target's.
+
+        ids: with or without the end token; None: there is only `text`. matched: the token or text that ended the
+        answer, None where the server does not say.
+        """
+        end_ids, vocab_size = self.target.end_ids, self.target.vocab_size
         if reason not in (END, LIMIT):
-            raise Failed(f"the server ended the answer with {reason!r}")
-        if isinstance(matched, str):
-            raise Failed(f"the server ended the answer at {matched!r}, which is no end token")
-        if rendered := ids is None:
+            raise Failed(f"the server ended the answer with {short(reason)}, expected {END!r} or {LIMIT!r}")
+        if matched is not None and (type(matched) is not int or matched not in end_ids):
+            raise Failed(f"the server ended the answer at {short(matched)}, which is no end token")
+        rendered = ids is None
+        if rendered and isinstance(text, str):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-        assert ids is not None
-        if wrong := [id for id in ids if not 0 <= id < self.target.vocab_size]:
-            raise ValueError(
-                f"{self.server.url} ({self.name}, {self.model}) answered with token id {wrong[0]}, target "
-                f"{self.target.name} has 0 to {self.target.vocab_size - 1}; pick the target that it serves"
-            )
+        if not isinstance(ids, list):
+            raise Failed(f"the server answered token ids {short(ids)} and text {short(text)}, expected a list or text")
         # an engine may leave the end token out
         if reason == END and matched is not None and ids[-1:] != [matched]:
             ids = [*ids, matched]
         elif reason == END and matched is None and not (ids and ids[-1] in end_ids):
             ids = [*ids, self._end_id()]
-        if reason == LIMIT and not rendered and len(ids) != ask.max_new_tokens:
+
+        if wrong := [id for id in ids if type(id) is not int]:
+            raise Failed(f"the server answered with token id {short(wrong[0])}, expected an integer")
+        if wrong := [id for id in ids if not 0 <= id < vocab_size]:
+            raise ValueError(
+                f"{self.server.url} ({self.name}, {self.model}) answered with token id {wrong[0]}, target "
+                f"{self.target.name} has 0 to {vocab_size - 1}; pick the target that it serves"
+            )
+        if wrong := [id for id in ids[:-1] if id in end_ids]:
+            raise Failed(f"the server went on after the end token {wrong[0]}")
+        if not ids or (len(ids) > ask.max_new_tokens and not rendered):  # text may have other tokens than were counted
+            raise Failed(f"the server answered {len(ids)} tokens, expected 1 to {ask.max_new_tokens}")
+        if ids[-1] in end_ids:
+            reason = END  # SGLang says LIMIT where the last possible token is an end token
+        elif not rendered and len(ids) < ask.max_new_tokens:
             raise Failed(
                 f"the server cut the answer after {len(ids)} of {ask.max_new_tokens} tokens; it needs a longer context"
             )
@@ -144,12 +165,13 @@ class SGLang(Engine):
         if ask.temperature:
             sampling["sampling_seed"] = ask.seed  # heeded with --enable-deterministic-inference
         found = self.server.call("/generate", {"input_ids": ask.prompt_ids, "sampling_params": sampling})
-        about = found["meta_info"]
+        about = _mapping(_mapping(found, "an answer").get("meta_info"), "an object as meta_info")
         self._require_prompt(about.get("prompt_tokens"), ask)
-        reason = about["finish_reason"]
-        if reason["type"] == "abort":
+        reason = _mapping(about.get("finish_reason"), "an object as finish_reason")
+        if reason.get("type") == "abort":
             raise OSError(f"the server aborted the answer: {reason.get('message')}")  # as one that shuts down does
-        return self._whole(found.get("output_ids"), found.get("text"), reason["type"], reason.get("matched"), ask)
+        ids, text = found.get("output_ids"), found.get("text")
+        return self._whole(ids, text, reason.get("type"), reason.get("matched"), ask)
 
 
 class OpenAI(Engine):
@@ -168,10 +190,23 @@ class OpenAI(Engine):
         if ask.temperature:
             request["seed"] = ask.seed
         found = self.server.call("/v1/completions", request)
-        (choice,) = found["choices"]
-        self._require_prompt(choice.get("prompt_token_ids") or (found.get("usage") or {}).get("prompt_tokens"), ask)
-        matched = choice.get("stop_reason")
-        return self._whole(choice.get("token_ids"), choice["text"], choice["finish_reason"], matched, ask)
+        choices = _mapping(found, "an answer").get("choices")
+        if not isinstance(choices, list) or len(choices) != 1:
+            raise Failed(f"the server answered {short(choices)}, expected a list of one as choices")
+        choice, usage = (
+            _mapping(choices[0], "an object in choices"),
+            _mapping(found.get("usage") or {}, "an object as usage"),
+        )
+        self._require_prompt(choice.get("prompt_token_ids") or usage.get("prompt_tokens"), ask)
+        ids, text = choice.get("token_ids"), choice.get("text")
+        return self._whole(ids, text, choice.get("finish_reason"), choice.get("stop_reason"), ask)
+
+
+def _mapping(value: Any, expected: str) -> dict[str, Any]:
+    """`value`, out of an answer; Failed where it is no mapping."""
+    if not isinstance(value, dict):
+        raise Failed(f"the server answered {short(value)}, expected {expected}")
+    return value
 
 
 def open_engine(server: Server, target: Target, tokenizer: Any) -> Engine:
@@ -181,50 +216,80 @@ def open_engine(server: Server, target: Target, tokenizer: Any) -> Engine:
     than `target`; OSError when it is gone.
     """
     try:
-        facts = server.call("/server_info")
+        facts = _described(server, "/server_info")
     except Refused as refusal:
         _require_allowed(server, refusal)
         facts = {}
     if "version" in facts and "model_path" in facts:
-        served = server.call("/model_info").get("model_type")
+        where = f"{server.url}/server_info"
+        model, quantisation = _fact(where, facts, "model_path", str), _fact(where, facts, "quantization", str)
+        dtype = _fact(where, facts, "dtype", str)
+        try:
+            served = _fact(f"{server.url}/model_info", _described(server, "/model_info"), "model_type", str)
+        except Refused as refusal:
+            _require_allowed(server, refusal)
+            raise ValueError(f"{server.url}/model_info: {refusal}; expected an SGLang server that has it") from None
         if served not in (None, target.model_type):
             raise ValueError(
-                f"{server.url} serves {facts['model_path']}, a {served} model; target {target.name} is "
-                f"{target.model_type}: pick the target that it serves"
+                f"{server.url} serves {model}, a {served} model; target {target.name} is {target.model_type}: pick the "
+                "target that it serves"
             )
         return SGLang(
             server,
             target,
             tokenizer,
-            name=f"sglang {facts['version']}",
-            model=facts["model_path"],
-            quantisation=facts.get("quantization") or target.quantisation,
-            dtype="unknown" if facts.get("dtype") in (None, "auto") else facts["dtype"],
-            context=facts.get("max_req_input_len"),
+            name=f"sglang {_fact(where, facts, 'version', str)}",
+            model=model,
+            quantisation=quantisation or target.quantisation,
+            dtype="unknown" if dtype in (None, "auto") else dtype,
+            context=_fact(where, facts, "max_req_input_len", int),
         )
+    where = f"{server.url}/v1/models"
     try:
-        model = server.call("/v1/models")["data"][0]
-    except (Refused, KeyError, IndexError, TypeError) as error:
-        if isinstance(error, Refused):
-            _require_allowed(server, error)
+        models = _described(server, "/v1/models").get("data")
+    except Refused as refusal:
+        _require_allowed(server, refusal)
         raise ValueError(
-            f"{server.url} has neither SGLang's /server_info nor models at /v1/models ({error}); expected the address "
-            "of an SGLang server, or of an OpenAI-compatible one without /v1 at its end"
+            f"{server.url} has neither SGLang's /server_info nor models at /v1/models ({refusal}); expected the "
+            "address of an SGLang server, or of an OpenAI-compatible one without /v1 at its end"
         ) from None
+    facts = models[0] if isinstance(models, list) and models else {}
+    if not isinstance(facts, dict) or facts.get("id") is None:
+        raise ValueError(f"{where} says {short(models)} as data, expected a list of models, each with an id")
     try:
-        version = f" {server.call('/version')['version']}"
-    except (Refused, KeyError, TypeError):
-        version = ""
+        version = _fact(f"{server.url}/version", _described(server, "/version"), "version", str)
+    except Refused:
+        version = None
+    name = _fact(where, facts, "owned_by", str) or "unknown"
     return OpenAI(
         server,
         target,
         tokenizer,
-        name=f"{model.get('owned_by') or 'unknown'}{version}",
-        model=model["id"],
+        name=name if version is None else f"{name} {version}",
+        model=_fact(where, facts, "id", str),
         quantisation=target.quantisation,
         dtype="unknown",
-        context=model.get("max_model_len"),
+        context=_fact(where, facts, "max_model_len", int),
     )
+
+
+def _described(server: Server, path: str) -> dict[str, Any]:
+    """What the server says about itself; Refused where it has no such path, ValueError where it says something else."""
+    facts = server.call(path)
+    if not isinstance(facts, dict):
+        raise ValueError(
+            f"{server.url}{path} says {short(facts)}, expected an object; is this the address of an SGLang server, or "
+            "of an OpenAI-compatible one without /v1 at its end?"
+        )
+    return facts
+
+
+def _fact(where: str, facts: Mapping[str, Any], key: str, kind: type) -> Any:
+    """facts[key], None where the server does not say; ValueError where it is no `kind`."""
+    value = facts.get(key)
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"{where} says {key}={short(value)}, expected {kind.__name__} or null")
+    return value
 
 
 def answer_all(
@@ -252,14 +317,14 @@ def answer_all(
     for _ in range(min(concurrency, len(asks))):
         Thread(target=work, daemon=True).start()
     # An answer shows that the failures before it are their prompts' own; without one they may be the server's.
-    answered, failures = False, list[tuple[int, str]]()
+    answered, failures = False, list[tuple[int, Exception]]()
     try:
         for _ in asks:
             index, result = results.get()
             if isinstance(result, Answer):
                 answered = True
                 yield index, result
-                yield from failures
+                yield from ((index, str(failure)) for index, failure in failures)
                 failures.clear()
                 continue
             if isinstance(result, OSError) and not engine.is_there():
@@ -271,13 +336,16 @@ def answer_all(
             if answered and not isinstance(result, OSError):
                 yield index, str(result)
                 continue
-            failures.append((index, str(result)))
+            failures.append((index, result))
             if len(failures) >= PATIENCE:
+                slow = all(isinstance(failure, TimeoutError) for _, failure in failures)
                 raise OSError(
                     f"{engine.server.url} is there, but did not answer {len(failures)} prompts in a row: {result}; "
                     "they count as not asked, the same command asks them again"
+                    + "; where answers take longer than that, raise generate.timeout_s"
+                    * slow
                 )
-        yield from failures
+        yield from ((index, str(failure)) for index, failure in failures)
     finally:
         stop.set()
 

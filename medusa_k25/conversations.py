@@ -6,13 +6,15 @@ Letters: B batch, T tokens, V vocabulary.
 """
 
 import collections.abc
+import fcntl
 import hashlib
 import json
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, takewhile
@@ -131,12 +133,16 @@ class Generator:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size", "workers", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
+            if not (isinstance(value := getattr(self, name), int) and value >= 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value}")
+        if not (_is_number(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a finite number, 0 (greedy) or more, got {self.temperature}")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not (_is_number(self.timeout_s) and self.timeout_s > 0):
+            raise ValueError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s}")
+        if not isinstance(self.template, Mapping):
+            raise ValueError(f"template must be a mapping such as {{thinking: false}}, got {self.template!r}")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -195,14 +201,30 @@ class Generator:
         it or when it fills the model's context. Its row then has an "error", stays, and counts as done (delete the line
         to try again).
 
-        Raises what `plan` does, and OSError when the server is gone or answers nobody any more.
+        Raises what `plan` does, ValueError when another process is writing to `out`, and OSError when the server is
+        gone or answers nobody any more.
         """
         started = time.perf_counter()
-        plan = self.plan(target, prompts, out, server)
-        _drop_torn_line(out)
-        failures = [row for row in plan.failures if row["id"] not in plan.done]
-        _append(out, failures)
-        failed, success, tokens = len(failures), 0, 0
+        with ExitStack() as held:
+            was_there = out.exists()
+            if was_there:
+                held.enter_context(_sole_writer(out, new=False))
+            plan = self.plan(target, prompts, out, server)
+            failures = [row for row in plan.failures if row["id"] not in plan.done]
+            if was_there:
+                _drop_torn_line(out)
+            elif plan.todo or failures:
+                held.enter_context(_sole_writer(out, new=True))  # now that nothing is refused any more
+            _append(out, failures)
+            success, failed, tokens = self._answer(plan, out)
+        failed += len(failures)
+        report = GenerateReport(success, failed, len(prompts) - success - failed, tokens, time.perf_counter() - started)
+        print(f"{report} -> {out}")
+        return report
+
+    def _answer(self, plan: GeneratePlan, out: Path) -> tuple[int, int, int]:
+        """Append the rows of what is to be done; (answers, failed prompts, tokens)."""
+        success = failed = tokens = 0
         answering = self._decoded if plan.engine is None else self._served
         with tqdm(desc="generate", unit=" tok", smoothing=0, mininterval=1) as bar:
             with closing(answering(plan, bar)) as answered:
@@ -213,9 +235,7 @@ class Generator:
                     success += len(answer_lengths)
                     failed += len(rows) - len(answer_lengths)
                     tokens += sum(answer_lengths)
-        report = GenerateReport(success, failed, len(prompts) - success - failed, tokens, time.perf_counter() - started)
-        print(f"{report} -> {out}")
-        return report
+        return success, failed, tokens
 
     def _prepare(
         self, tokenizer: Any, prompts: Sequence[Prompt], context: int, dtype: str, heldout_dtype: str
@@ -416,10 +436,41 @@ def _failed(prompt: Prompt, error: str) -> dict[str, Any]:
     return {"id": prompt.id, "group": prompt.group, "messages": prompt.messages, "error": error}
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+@contextmanager
+def _sole_writer(path: Path, new: bool) -> Iterator[None]:
+    """Hold `path` against other processes: two that append would both answer what neither had found there.
+
+    new: it was not there; it is made, and taken away again where nothing was written. ValueError where another process
+    holds it, or has just made it.
+    """
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+            facts = os.fstat(file.fileno())
+            is_mine = facts.st_nlink > 0 and not (new and facts.st_size)
+        except BlockingIOError:
+            is_mine = False
+        if not is_mine:
+            raise ValueError(
+                f"another process is writing to {path}; wait for that one and run the same command again, or name "
+                "another file (conversations=FILE)"
+            )
+        try:
+            yield
+        finally:
+            if new and not os.fstat(file.fileno()).st_size:
+                path.unlink(missing_ok=True)
+
+
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
         file.flush()

@@ -51,6 +51,11 @@ def main(cfg: DictConfig) -> None:
     )
     for file, size in section["unlisted"].items():
         print(f"note: {file} ({size / 1e6:,.1f} MB) is in no index: a killed writer left it, or one is at work")
+    if cache.repeated:
+        print(
+            f"note: {len(cache.repeated):,} documents are stored twice, by commands that ran at once; the first copy "
+            "of each is used"
+        )
     if cfg.verify == "full":
         section["damaged"] = damaged = damage(cache)
         update_report(run_dir, "inspect", section)
@@ -87,6 +92,7 @@ def facts(cache: Cache) -> dict[str, Any]:
         "storage_dtype": manifest.storage_dtype,
         "shards": cache.num_shards,
         "writers": dict(writers),
+        "repeated": len(cache.repeated),
         "unlisted": {str(file): file.stat().st_size for file in unlisted_files(cache)},
     }
 

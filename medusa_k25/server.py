@@ -44,7 +44,8 @@ class Server:
     def call(self, path: str, content: dict[str, Any] | None = None) -> Any:
         """The JSON that the server answers with; `content` makes it a POST.
 
-        Refused when it says that the request is at fault, OSError when it is gone or keeps failing.
+        Refused when it says that the request is at fault, OSError when it is gone or keeps failing, TimeoutError, which
+        is one, when it takes too long.
         """
         request = urllib.request.Request(self.url.rstrip("/") + path)
         if content is not None:
@@ -53,6 +54,7 @@ class Server:
         key = os.environ.get(KEY_VARIABLE)
         if key:
             request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server alone
+        kind: type[OSError] = OSError
         for attempt in range(self.retries + 1):
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
@@ -65,11 +67,11 @@ class Server:
                     raise Refused(error.code, text) from None
                 cause = f"{error.code} {text}"
             except TimeoutError:
-                cause = f"nothing came for {self.timeout_s:g} s"
+                kind, cause = TimeoutError, f"nothing came for {self.timeout_s:g} s"
                 break
             # URLError is an OSError; what is not JSON is a ValueError; half an answer is an HTTPException
             except (OSError, ValueError, http.client.HTTPException) as error:
                 cause = str(error) or type(error).__name__
             if attempt < self.retries:
                 time.sleep(min(0.2 * 2**attempt, 10))
-        raise OSError(f"no answer from {self.url}{path}: {cause}; when it is there, run the same command again")
+        raise kind(f"no answer from {self.url}{path}: {cause}; when it is there, run the same command again")

@@ -143,6 +143,24 @@ def test_parts_fill_one_cache_and_never_store_twice(llama: tuple[Target, Path], 
         torch.testing.assert_close(parted.states(document)[0], states[document.id], atol=1e-4, rtol=1e-4)
 
 
+def test_a_part_without_conversations_is_no_fault(llama: tuple[Target, Path], tmp_path: Path) -> None:
+    target, conversations = llama
+    report = Capture(part="900/1000").run(target, conversations, tmp_path / "cache")
+    assert (report.stored, report.skipped, report.check) == (0, 0, None)
+
+
+def test_parts_of_another_number_are_refused_while_one_is_at_work(llama: tuple[Target, Path], tmp_path: Path) -> None:
+    """Neither sees what the other stores: both would store the same conversations."""
+    target, conversations = llama
+    cache = tmp_path / "cache"
+    with CacheWriter.open(cache, target, "float32", "test", "part-1-of-2"):
+        for part in ("1/1", "1/3"):
+            with pytest.raises(ValueError, match=f"is filling {cache} in 2 parts, this one would in {part[2]}: both"):
+                Capture(part=part).run(target, conversations, cache)
+        Capture(part="2/2").run(target, conversations, cache)
+    assert Capture().run(target, conversations, cache).stored == 3
+
+
 def test_loops_and_cut_answers_are_counted_and_left_out_on_demand(llama: tuple[Target, Path], tmp_path: Path) -> None:
     target, conversations = llama
     edit(conversations, "p1", answer_ids=[7, 8] * 20, finish_reason="length")
@@ -160,8 +178,9 @@ def test_loops_and_cut_answers_are_counted_and_left_out_on_demand(llama: tuple[T
     assert stored(["loop", "cut"], "whole") == {"p0", "p2", "p3"}
     counts = read_answers(conversations, target, ["cut"]).counts
     assert counts == {"failed": 0, "short": 0, "left_out": 2, "loops": 1, "cut": 2}
-    with pytest.raises(ValueError, match="leave_out names loops; expected some of loop, cut"):
-        Capture(leave_out=["loops"])
+    for wrong in (["loops"], "loop"):
+        with pytest.raises(ValueError, match="leave_out is .*, expected a list of some of loop, cut"):
+            Capture(leave_out=wrong)
 
 
 def test_a_dry_run_writes_nothing(

@@ -66,6 +66,19 @@ def cache(tiny_llama, tmp_path_factory):
     return cache_of(tiny_llama, folder, num_documents=15, shard_tokens=200, turns=2, labels=("code", None, "chat"))
 
 
+def test_the_second_copy_of_a_document_is_not_counted(tmp_path: Path) -> None:
+    writers = [CacheWriter.open(tmp_path, STUB, "float32", "test", name) for name in ("one", "two")]
+    for writer in writers:  # neither sees what the other stores
+        for i, id in enumerate((f"{writer.writer}-first", "both", f"{writer.writer}-last")):
+            writer.add(**make_document(id, T=6 + i, seed=i))
+        writer.close()
+    cache = Cache.open(tmp_path)
+    total = Census(cache).total()
+    assert cache.repeated == ["both"] and cache.num_shards == 2
+    assert (total.documents, total.answers) == (5, 5)
+    assert total.answer_tokens == sum(int(cache.loss_mask(document).sum()) for document in cache.documents)
+
+
 def test_every_split_and_label_is_counted(cache: Cache) -> None:
     def counted(documents: list) -> Contents:
         masks = [cache.loss_mask(document).tolist() for document in documents]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -273,11 +274,28 @@ def test_other_settings_are_refused(llama: Target, tmp_path: Path, change: dict[
 
 @pytest.mark.parametrize(
     "setting",
-    [{"batch_size": 0}, {"workers": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}],
+    [
+        {"batch_size": 0},
+        {"workers": 0},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 1.5},
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": "hot"},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"timeout_s": 0},
+        {"timeout_s": math.inf},
+        {"template": "abc"},
+        {"template": None},
+    ],
 )
-def test_impossible_settings_are_refused(setting: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        Generator(**setting)  # type: ignore[arg-type]
+def test_impossible_settings_are_refused(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=f"{name} must be .*, got '?{value}"):
+        Generator(**setting)
 
 
 def test_an_error_stops_the_other_batches(llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +385,63 @@ def test_a_killed_run_loses_and_repeats_nothing(tiny_llama: Target, tmp_path: Pa
     Generator(max_new_tokens=16, batch_size=2).run(tiny_llama, load_prompts("package")[:60], out)
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     assert sorted(row["id"] for row in read_conversations(out)) == sorted(p.id for p in load_prompts("package")[:60])
+
+
+def test_two_runs_do_not_write_one_file(llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused whether the file was there or not, and leaves it as it is; the first goes on."""
+    out, first, second = tmp_path / "new" / "c.jsonl", Generator(max_new_tokens=2), Generator(max_new_tokens=2)
+    append, refusals = conversations._append, list[str]()
+
+    def append_beside_another(path: Path, rows: list[dict[str, Any]]) -> None:
+        if rows:
+            before = out.read_bytes()
+            with pytest.raises(ValueError, match="another process is writing to .*c.jsonl; wait") as refusal:
+                second.run(llama, PROMPTS, out)
+            refusals.append(str(refusal.value))
+            assert out.read_bytes() == before
+        append(path, rows)
+
+    monkeypatch.setattr(conversations, "_append", append_beside_another)
+    for prompts in (PROMPTS[:2], PROMPTS):
+        first.run(llama, prompts, out)
+    assert len(refusals) == 2
+    assert sorted(row["id"] for row in read_conversations(out)) == sorted(prompt.id for prompt in PROMPTS)
+    monkeypatch.undo()
+    assert second.run(llama, PROMPTS, out).skipped == len(PROMPTS)
+
+
+def test_a_file_that_another_run_has_just_made_is_refused(
+    llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plan = tmp_path / "c.jsonl", Generator.plan
+
+    def plan_too_late(self: Generator, *args: Any) -> Any:
+        planned = plan(self, *args)
+        monkeypatch.undo()
+        Generator(max_new_tokens=2).run(llama, PROMPTS, out)
+        return planned
+
+    monkeypatch.setattr(Generator, "plan", plan_too_late)
+    with pytest.raises(ValueError, match="another process is writing to"):
+        Generator(max_new_tokens=2).run(llama, PROMPTS, out)
+    assert len(read_conversations(out)) == len(PROMPTS)
+
+
+def test_where_nothing_is_written_there_is_no_file(
+    llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "c.jsonl"
+    Generator().run(llama, [], out)
+    assert not out.exists()
+
+    def fail(self: Generator, *args: Any) -> Any:
+        assert out.exists()
+        raise OSError("gone")
+
+    monkeypatch.setattr(Generator, "_answer", fail)
+    with pytest.raises(OSError, match="gone"):
+        Generator().run(llama, PROMPTS, out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

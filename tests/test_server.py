@@ -38,6 +38,7 @@ class Fake:
         self.model = target.load_model(torch.float32)
         self.faults: list[int] = []  # statuses to answer requests for text with, before anything else
         self.edit: Callable[[dict[str, Any]], None] = lambda answer: None  # changes what is sent
+        self.instead: dict[str, Any] = {}  # path -> what is sent for it
         self.refuse: Callable[[list[int]], int | None] = lambda ids: None  # a status for some prompts
         self.hang: Callable[[list[int]], bool] = lambda ids: False
         self.server_info = {"version": "0.5.23", "model_path": "/models/tiny", "dtype": "float32", "quantization": None}
@@ -90,6 +91,8 @@ class Fake:
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def respond(self, path: str, request: Any) -> tuple[int, Any]:
+        if path in self.instead:
+            return 200, self.instead[path]
         match self.dialect, path:
             case "sglang", "/server_info":
                 return 200, self.server_info | {"max_req_input_len": self.context}
@@ -397,6 +400,18 @@ def test_a_server_that_answers_nobody_stops_the_run(
         assert len(read_conversations(tmp_path / "c.jsonl")) == 1
 
 
+def test_a_server_that_is_slow_names_the_limit(fake: Fake, target: Target, tmp_path: Path) -> None:
+    fake.hang = lambda ids: True
+    with pytest.raises(OSError, match=r"in a row: .*nothing came for 0.5 s.*raise generate.timeout_s") as slow:
+        generator(timeout_s=0.5, concurrency=8).run(target, PROMPTS, tmp_path / "c.jsonl", fake.url)
+    assert len(PROMPTS) == PATIENCE and "did not answer 8 prompts" in str(slow.value)
+    assert not (tmp_path / "c.jsonl").exists()
+    fake.hang, fake.refuse = (lambda ids: False), (lambda ids: 400)
+    with pytest.raises(OSError, match="in a row") as refused:
+        generator().run(target, PROMPTS, tmp_path / "c.jsonl", fake.url)
+    assert "timeout_s" not in str(refused.value)
+
+
 def test_a_server_that_goes_stops_the_run(fake: Fake, target: Target, tmp_path: Path, impatient: None) -> None:
     answered = []
 
@@ -437,6 +452,137 @@ def test_what_is_not_a_whole_answer_fails(target: Target, tmp_path: Path, reason
         fake.close()
     assert (report.success, report.failed) == (0, 2)
     assert message in read_conversations(tmp_path / "c.jsonl")[0]["error"]
+
+
+ENDED = {"type": "stop", "matched": 5}
+CUT = {"type": "length"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"finish_reason": {"type": "stop", "matched": [5]}}, "ended the answer at [5], which is no end token"),
+        ({"finish_reason": {"type": "stop", "matched": 10**9}}, "ended the answer at 1000000000, which is no end"),
+        ({"finish_reason": {"type": "stop", "matched": 4}}, "ended the answer at 4, which is no end token"),
+        ({"finish_reason": {"type": "stop", "matched": 5.0}}, "ended the answer at 5.0, which is no end token"),
+        ({"finish_reason": CUT, "output_ids": [3] * 13}, "answered 13 tokens, expected 1 to 12"),
+        ({"finish_reason": ENDED, "output_ids": [3] * 12}, "answered 13 tokens, expected 1 to 12"),
+        ({"finish_reason": CUT, "output_ids": [3, 13, *[3] * 10]}, "went on after the end token 13"),
+        ({"finish_reason": ENDED, "output_ids": [3, 13]}, "went on after the end token 13"),
+        ({"finish_reason": CUT, "output_ids": [7.5] * 12}, "token id 7.5, expected an integer"),
+        ({"finish_reason": CUT, "output_ids": [True] * 12}, "token id True, expected an integer"),
+        ({"finish_reason": CUT, "output_ids": ["7"] * 12}, "token id '7', expected an integer"),
+        ({"finish_reason": CUT, "output_ids": [[3] * 12]}, "token id [3, 3, 3, 3, 3, 3, ...], expected an integer"),
+        ({"finish_reason": ENDED, "output_ids": [3, 5.0]}, "token id 5.0, expected an integer"),
+        ({"output_ids": 7}, "token ids 7 and text "),
+        ({"output_ids": "7"}, "token ids '7' and text "),
+        ({"output_ids": None, "text": None}, "token ids None and text None, expected a list or text"),
+        ({"output_ids": None, "text": "", "finish_reason": CUT}, "answered 0 tokens, expected 1 to 12"),
+        ({"finish_reason": None}, "answered None, expected an object as finish_reason"),
+        ({"finish_reason": "length"}, "answered 'length', expected an object as finish_reason"),
+        ({"finish_reason": {}}, "ended the answer with None, expected 'stop' or 'length'"),
+        ({"meta_info": None}, "answered None, expected an object as meta_info"),
+        ({"prompt_tokens": 7.5}, "it read 7.5, expected the prompt's tokens or their number"),
+    ],
+)
+def test_a_lie_of_sglangs_fails_its_prompt(
+    target: Target, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    target = dataclasses.replace(target, end_ids=(5, 13))
+    fake = Fake(target, "sglang")
+
+    def lie(answer: dict[str, Any]) -> None:
+        for key, value in change.items():
+            (answer["meta_info"] if key in ("finish_reason", "prompt_tokens") else answer)[key] = value
+
+    fake.edit = lie
+    require_failed(fake, target, tmp_path / "c.jsonl", message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choices": []}, "answered [], expected a list of one as choices"),
+        ({"choices": None}, "answered None, expected a list of one as choices"),
+        ({"choices": [None]}, "answered None, expected an object in choices"),
+        ({"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}, "token ids None and text None"),
+        ({"choices": [{"text": "abc"}]}, "ended the answer with None, expected 'stop' or 'length'"),
+        ({"usage": "much"}, "answered 'much', expected an object as usage"),
+    ],
+)
+def test_a_lie_of_vllms_fails_its_prompt(target: Target, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    fake = Fake(target, "vllm")
+    fake.edit = lambda answer: answer.update(change)
+    require_failed(fake, target, tmp_path / "c.jsonl", message)
+
+
+@pytest.mark.parametrize("answer", [None, [], 5, "text"])
+def test_what_is_no_answer_fails_its_prompt(fake: Fake, target: Target, tmp_path: Path, answer: Any) -> None:
+    fake.instead = {"/generate": answer, "/v1/completions": answer}
+    require_failed(fake, target, tmp_path / "c.jsonl", f"answered {answer!r}, expected an answer")
+
+
+def require_failed(fake: Fake, target: Target, out: Path, message: str) -> None:
+    try:
+        report = generator().run(target, PROMPTS[:2], out, fake.url)
+    finally:
+        fake.close()
+    assert (report.success, report.failed) == (0, 2)
+    for row in read_conversations(out):
+        assert message in row["error"]
+
+
+def test_an_end_token_at_the_limit_ends_the_answer(target: Target, tmp_path: Path) -> None:
+    """SGLang looks at the limit first."""
+    fake = Fake(target, "sglang")
+
+    def end(answer: dict[str, Any]) -> None:
+        answer["output_ids"] = [3] * (LIMIT - 1) + [5]
+        answer["meta_info"]["finish_reason"] = {"type": "length", "length": LIMIT}
+
+    fake.edit = end
+    try:
+        generator().run(target, PROMPTS[:1], tmp_path / "c.jsonl", fake.url)
+    finally:
+        fake.close()
+    (row,) = read_conversations(tmp_path / "c.jsonl")
+    assert (row["finish_reason"], row["answer_ids"]) == ("stop", [3] * (LIMIT - 1) + [5])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path", "facts", "message"),
+    [
+        ("sglang", "/server_info", None, "/server_info says None, expected an object"),
+        ("sglang", "/server_info", 5, "/server_info says 5, expected an object"),
+        ("sglang", "/server_info", {"version": 1, "model_path": "m"}, "says version=1, expected str"),
+        ("sglang", "/server_info", {"version": "1", "model_path": ["m"]}, r"says model_path=\['m'\], expected str"),
+        ("sglang", "/model_info", [], r"/model_info says \[\], expected an object"),
+        ("vllm", "/v1/models", None, "/v1/models says None, expected an object"),
+        ("vllm", "/v1/models", {}, "/v1/models says None as data, expected a list of models"),
+        ("vllm", "/v1/models", {"data": []}, r"/v1/models says \[\] as data, expected a list of models"),
+        ("vllm", "/v1/models", {"data": [{"foo": 1}]}, "as data, expected a list of models, each with an id"),
+        ("vllm", "/v1/models", {"data": [{"id": 1}]}, "/v1/models says id=1, expected str"),
+        ("vllm", "/v1/models", {"data": [{"id": "m", "owned_by": 1}]}, "says owned_by=1, expected str"),
+        ("vllm", "/version", {"version": 1}, "/version says version=1, expected str"),
+    ],
+)
+def test_a_server_that_describes_itself_wrongly_is_refused(
+    target: Target, tmp_path: Path, dialect: str, path: str, facts: Any, message: str
+) -> None:
+    fake = Fake(target, dialect)
+    fake.instead = {path: facts}
+    try:
+        with pytest.raises(ValueError, match=message):
+            generator().run(target, PROMPTS, tmp_path / "c.jsonl", fake.url)
+    finally:
+        fake.close()
+
+
+@pytest.mark.parametrize("context", ["x", 7.5, True])
+def test_a_context_that_is_no_number_is_refused(fake: Fake, target: Target, tmp_path: Path, context: Any) -> None:
+    fake.context = context
+    with pytest.raises(ValueError, match=f"says max_.*_len='?{context}'?, expected int or null"):
+        generator().run(target, PROMPTS, tmp_path / "c.jsonl", fake.url)
 
 
 def test_ids_of_another_vocabulary_stop_the_run(fake: Fake, target: Target, tmp_path: Path) -> None:
@@ -556,6 +702,7 @@ def test_a_refusal_keeps_its_status(fake: Fake) -> None:
 
 
 KILLED = """
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -563,6 +710,7 @@ from medusa_k25.conversations import Generator
 from medusa_k25.prompts import load_prompts
 from medusa_k25.target import Target
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 target = replace(Target.open(sys.argv[1]), end_ids=tuple(range(5, 512, 8)))
 Generator(max_new_tokens=12, concurrency=4).run(target, load_prompts("package")[:40], Path(sys.argv[2]), sys.argv[3])
 """
@@ -606,17 +754,17 @@ def test_a_killed_run_loses_what_was_in_flight(target: Target, tmp_path: Path, h
 # --- the verb
 
 
-def test_the_verb_asks_the_server(fake: Fake, tiny_llama: Target, tmp_path: Path, capsys: Any) -> None:
+def test_the_verb_asks_the_server(fake: Fake, target: Target, tmp_path: Path, capsys: Any) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     run_dir = tmp_path / "run"
     overrides = [f"prompts={prompts}", f"run_dir={run_dir}", f"server={fake.url}", "generate.max_new_tokens=5"]
-    generate(compose([*overrides, "dry_run=true"], groups=("generate",)), tiny_llama)
+    generate(compose([*overrides, "dry_run=true"], groups=("generate",)), target)
     assert not run_dir.exists() and not fake.requests
     shown = capsys.readouterr().out
     assert "answers 8 of 8 prompts (greedy, at most 5 tokens each, 40 in all)" in shown
     assert f"at {fake.url}" in shown and "dry run: nothing was written" in shown
-    generate(compose(overrides, groups=("generate",)), tiny_llama)
+    generate(compose(overrides, groups=("generate",)), target)
     assert json.loads((run_dir / "report.json").read_text())["generate"]["success"] == 8
     assert len(by_id(run_dir / "conversations.jsonl")) == 8
 

@@ -3,6 +3,7 @@
 Letters: B batch, T tokens, M rows with a state, D hidden.
 """
 
+import fcntl
 import re
 import shutil
 import time
@@ -41,7 +42,7 @@ class CaptureReport:
     states: int
     tokens: int
     seconds: float
-    check: SelfCheck | None  # of the whole cache; None: it lies on another machine
+    check: SelfCheck | None  # of the whole cache; None: it lies on another machine, or is empty
     refused: int = 0  # by the server that was to record them
     unfinished: int = 0  # files that another engine is still writing
     placeholders: int = 0  # tokens of images, which an engine had written as ids of its own
@@ -62,12 +63,16 @@ class CaptureReport:
         )
         if self.check is None:
             return counts
+        blind = (
+            "\nno document says at which temperature its text was sampled: states of an earlier layer would not show "
+            "in this check; conversations=FILE says it"
+        )
         return (
             f"{counts}\n"
             f"self-check at {self.check.positions} positions: the states predict the next token "
             f"{self.check.agreement:.1%} of the time (the current one {self.check.agreement_with_current:.1%}, the one "
             f"after the next {self.check.agreement_with_second:.1%}; with one norm less "
-            f"{self.check.agreement_other_norm:.1%})"
+            f"{self.check.agreement_other_norm:.1%}){blind if self.check.expected_agreement is None else ''}"
         )
 
 
@@ -98,8 +103,12 @@ class Capture:
             raise ValueError(f"storage is {self.storage!r}, expected one of {', '.join(STORAGE)}")
         if self.storage_dtype not in STORAGE_DTYPES:
             raise ValueError(f"storage_dtype is {self.storage_dtype!r}, expected one of {', '.join(STORAGE_DTYPES)}")
-        if unknown := set(self.leave_out) - set(FILTERS):
-            raise ValueError(f"leave_out names {', '.join(sorted(unknown))}; expected some of {', '.join(FILTERS)}")
+        if isinstance(self.leave_out, str) or (set(self.leave_out) - set(FILTERS)):
+            raise ValueError(f"leave_out is {self.leave_out}, expected a list of some of {', '.join(FILTERS)}: [loop]")
+        if self.batch_tokens < 1 or self.shard_tokens < 1:
+            raise ValueError(
+                f"batch_tokens is {self.batch_tokens} and shard_tokens {self.shard_tokens}, expected 1 or more"
+            )
         part_of(self.part)
 
     def plan(self, target: Target, conversations: Path, cache: Path) -> tuple["Answers", list[Row]]:
@@ -121,6 +130,7 @@ class Capture:
         Raises ValueError when token ids are not the target's, when the disk is too small or when the check fails.
         """
         started = time.perf_counter()
+        refuse_other_parts(cache, part_of(self.part)[1])
         answers, todo = self.plan(target, conversations, cache)
         device = default_device()
         dtype = choose_dtype(self.compute_dtype, device)
@@ -156,7 +166,7 @@ class Capture:
             states=sum(row_length(row) - 1 - first_state(row, self.storage) for row in todo),
             tokens=sum(map(row_length, todo)),
             seconds=time.perf_counter() - started,
-            check=self_check(Cache.open(cache, target, check=False), target),
+            check=self_check(Cache.open(cache, target, check=False), target) if stored_ids(cache) else None,
         )
         print(f"{report}\n-> {cache}")
         return report
@@ -200,7 +210,7 @@ def read_answers(
     rows = read_conversations(conversations)[index::parts]
     answered = [row for row in rows if "error" not in row]
     usable = [row for row in answered if len(row["answer_ids"]) >= 2]
-    if not usable:
+    if not usable and (rows or parts == 1):  # a part of few conversations may have none
         raise ValueError(
             f"{conversations} holds no answer of two tokens or more ({len(rows)} rows, {len(rows) - len(answered)} "
             "of them failed prompts); generate more conversations"
@@ -226,9 +236,25 @@ def read_answers(
     )
 
 
+def refuse_other_parts(cache: Path, parts: int) -> None:
+    """ValueError while another command fills the cache in other parts: both would store the same documents."""
+    for file in (cache / "index").glob("*.jsonl"):
+        own = re.fullmatch(r"main|part-[0-9]+-of-([0-9]+)", file.stem)
+        if own is None or int(own[1] or 1) == parts:
+            continue
+        with file.open("rb") as index:
+            try:
+                fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another command is filling {cache} in {own[1] or 1} parts, this one would in {parts}: both would "
+                    "store the same documents; wait for it, or give all of them the same number of parts"
+                ) from None
+
+
 def part_of(part: str) -> tuple[int, int]:
     """(index from 0, number of parts) of a text such as "2/8"."""
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", str(part))  # Hydra makes a number of "2"
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"part is {part!r}, expected I/N with I from 1 to N, such as 2/8")
     return int(match[1]) - 1, int(match[2])

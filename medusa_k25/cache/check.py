@@ -138,13 +138,9 @@ def verify(cache: "Cache") -> Iterator[list[str]]:
     """
     documents: dict[int, list[Document]] = {shard: [] for shard in range(cache.num_shards)}
     documents |= {shard: list(some) for shard, some in groupby(cache.documents, key=lambda document: document.shard)}
-    seen: set[str] = set()
     pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
     try:
-        for shard, faults in enumerate(pool.map(lambda item: _shard_faults(cache, *item), documents.items())):
-            twice = [document.id for document in documents[shard] if document.id in seen]
-            seen.update(document.id for document in documents[shard])
-            yield faults + [f"document {id!r}: stored twice" for id in twice]
+        yield from pool.map(lambda item: _shard_faults(cache, *item), documents.items())
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -25,7 +25,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medusa_k25.cache.alignment import RMS_RANGE, self_check
-from medusa_k25.cache.capture import Capture, CaptureReport, Row, part_of, require_room, writer_name
+from medusa_k25.cache.capture import (
+    Capture,
+    CaptureReport,
+    Row,
+    part_of,
+    refuse_other_parts,
+    require_room,
+    writer_name,
+)
 from medusa_k25.cache.check import one_thread, spread
 from medusa_k25.cache.producers import ANY_FAULT, PRODUCERS, Producer, Sample, Unfinished, damage
 from medusa_k25.cache.reader import Cache, Document
@@ -150,6 +158,7 @@ class Import:
         if not (plan.files or plan.skipped or plan.unfinished):
             seconds = time.perf_counter() - started
             return CaptureReport(0, 0, 0, 0, 0, 0, 0, 0, 0, seconds, check=None)
+        refuse_other_parts(cache, part_of(self.capture.part)[1])
         self._check(target, plan)
         name = writer_name(*part_of(self.capture.part))
         size = sum(map(size_of, plan.files))

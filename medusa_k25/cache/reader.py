@@ -49,6 +49,8 @@ class Cache:
         self.vocab_size = self.manifest.vocab_size
         self.storage_dtype = STORAGE_DTYPES[self.manifest.storage_dtype]
         self.documents: list[Document] = []
+        self.repeated: list[str] = []  # ids that came before: two writers stored them at once, the first copy counts
+        seen: set[str] = set()
         self._shards: list[dict[str, Any]] = []  # without "documents"
         self._slots: list[dict[str, Slot]] = []
         self._mapped: dict[int, dict[str, Tensor]] = {}
@@ -62,7 +64,7 @@ class Cache:
             digest.update(finished_lines(content))
             for number, entry in enumerate(read_index(file, content), start=1):
                 try:
-                    self._add_shard(entry)
+                    self._add_shard(entry, seen)
                 except (KeyError, TypeError) as error:
                     raise ValueError(
                         f"{file} line {number} does not describe a shard ({error!r}); "
@@ -89,7 +91,7 @@ class Cache:
                 self_check(cache, target)
         return cache
 
-    def _add_shard(self, entry: dict[str, Any]) -> None:
+    def _add_shard(self, entry: dict[str, Any], seen: set[str]) -> None:
         shard = len(self._shards)
         documents = entry.pop("documents")
         self._shards.append(entry)
@@ -99,7 +101,12 @@ class Cache:
         starts = []
         for facts in documents:
             states = facts.pop("states")
-            self.documents.append(Document(**facts, shard=shard, start=start, row_start=row, row_stop=row + states))
+            document = Document(**facts, shard=shard, start=start, row_start=row, row_stop=row + states)
+            if document.id in seen:
+                self.repeated.append(document.id)
+            else:
+                self.documents.append(document)
+                seen.add(document.id)
             starts.append(start)
             start, row = start + facts["length"], row + states
         N, M = entry["tokens"], entry["states"]

@@ -102,12 +102,14 @@ class Census:
         """Of every answer of a shard: the number of its document, its length, whether it ends in a loop; [A] each."""
         first = 0
         for shard, some in groupby(self.documents, key=lambda document: document.shard):
-            document_starts = torch.tensor([document.start for document in some])
-            starts_A, stops_A = answer_spans(self.cache.shard_loss_mask(shard), document_starts)
-            owners_A = first + torch.searchsorted(document_starts, starts_A, right=True) - 1
+            borders = torch.tensor([(document.start, document.start + document.length) for document in some])
+            starts_A, stops_A = answer_spans(self.cache.shard_loss_mask(shard), borders.flatten())
+            owners_A = torch.searchsorted(borders[:, 0].contiguous(), starts_A, right=True) - 1
+            inside_A = (owners_A >= 0) & (starts_A < borders[owners_A, 1])  # not in the second copy of a document
+            starts_A, stops_A, owners_A = starts_A[inside_A], stops_A[inside_A], owners_A[inside_A]
             loops_A = end_in_loop(tails(self.cache.shard_token_ids(shard), starts_A, stops_A))
-            yield owners_A, stops_A - starts_A, loops_A
-            first += len(document_starts)
+            yield first + owners_A, stops_A - starts_A, loops_A
+            first += len(borders)
 
     def of(self, chosen_N: Tensor) -> Contents:
         """Of the documents that chosen_N, bool [N], marks."""
@@ -187,13 +189,13 @@ def sampling_of(document: Document) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature}, top-p {top_p}"
 
 
-def answer_spans(mask_T: Tensor, document_starts: Tensor) -> tuple[Tensor, Tensor]:
+def answer_spans(mask_T: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
     """First token of every answer of a shard and the token behind its last, int64 [A] each.
 
-    mask_T bool [T]: True on answer tokens; document_starts int64: answers do not cross from one document to the next.
+    mask_T bool [T]: True on answer tokens; borders int64: where documents start and end, which no answer crosses.
     """
     edge_T = torch.zeros(len(mask_T) + 1, dtype=torch.bool)  # between a token and the one before it
-    edge_T[document_starts] = True
+    edge_T[borders] = True
     edge_T[1:-1] |= mask_T[1:] != mask_T[:-1]
     edge_T[-1] = True
     edges = edge_T.nonzero().flatten()
