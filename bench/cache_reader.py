@@ -32,6 +32,25 @@ def random_target(hidden_size: int, vocab_size: int) -> Any:
     )
 
 
+def random_document(number: int, hidden_TD: torch.Tensor, vocab_size: int) -> dict[str, Any]:
+    """Arguments of `CacheWriter.add`: random tokens after a prompt of 8, a state each."""
+    T = len(hidden_TD)
+    return {
+        "id": str(number),
+        "group": None,
+        "token_ids_T": torch.randint(vocab_size, (T,)),
+        "loss_mask_T": torch.arange(T) >= 8,
+        "hidden_MD": hidden_TD,
+        "positions_M": torch.arange(T),
+        "prompt_length": 8,
+        "finish_reason": "length",
+        "sampling": {},
+        "dtype": "float32",
+        "label": None,
+        "origin": {},
+    }
+
+
 def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: float, vocab_size: int = 1000) -> Cache:
     """A cache of random states of about `num_bytes`: texts of 2048 tokens in shards of 32768, with prompts of 8."""
     target = random_target(hidden_size, vocab_size)
@@ -41,20 +60,7 @@ def write_cache(path: Path, storage_dtype: str, hidden_size: int, num_bytes: flo
     documents = int(num_bytes / (T * hidden_size * STORAGE_DTYPES[storage_dtype].itemsize))
     with CacheWriter.open(path, target, storage_dtype, engine="none") as writer:
         for number in range(documents):
-            writer.add(
-                id=str(number),
-                group=None,
-                token_ids_T=torch.randint(vocab_size, (T,)),
-                loss_mask_T=torch.arange(T) >= 8,
-                hidden_MD=hidden_TD,
-                positions_M=torch.arange(T),
-                prompt_length=8,
-                finish_reason="length",
-                sampling={},
-                dtype="float32",
-                label=None,
-                origin={},
-            )
+            writer.add(**random_document(number, hidden_TD, vocab_size))
     return Cache.open(path)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.cache_reader import random_target
+from bench.cache_reader import random_document, random_target
 from medusa_k25.cache import CacheWriter
 from medusa_k25.cache.capture import Capture
 from medusa_k25.cache.imports import Import, Reading, Stored, rows_by_ids, store_texts
@@ -71,20 +71,7 @@ def store(files: list[Path], out: Path, hidden_size: int, shard_tokens: int) -> 
             with file.open("rb", buffering=0) as source:
                 source.seek(file.stat().st_size - hidden_TD.nbytes)
                 source.readinto(hidden_TD.view(torch.uint8).numpy().data)
-            writer.add(
-                id=str(number),
-                group=None,
-                token_ids_T=torch.randint(VOCAB_SIZE, (T,)),
-                loss_mask_T=torch.arange(T) >= 8,
-                hidden_MD=hidden_TD,
-                positions_M=torch.arange(T),
-                prompt_length=8,
-                finish_reason="length",
-                sampling={},
-                dtype="bfloat16",
-                label=None,
-                origin={},
-            )
+            writer.add(**random_document(number, hidden_TD, VOCAB_SIZE))
 
 
 def import_files(files: list[Path], out: Path, hidden_size: int, shard_tokens: int) -> None:

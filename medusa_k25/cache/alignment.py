@@ -86,6 +86,12 @@ def score(states_ND: Tensor, lm_head_VD: Tensor, tokens_NC: Tensor, temperature_
     return Scores(ranks_NC, peak_N)
 
 
+def rms_of(states_ND: Tensor, weight_D: Tensor) -> Tensor:
+    """RMS(h / weight) of each state, 1 after the final norm. Nothing passes a zero weight: it is left out."""
+    passed_D = weight_D != 0
+    return (states_ND[:, passed_D] / weight_D[passed_D]).square().mean(dim=1).sqrt()
+
+
 def far_better(ranks_N: Tensor, other_N: Tensor) -> bool:
     """Whether one way to read the states explains the text far better than another, at the same positions.
 
@@ -204,18 +210,18 @@ def self_check(
     sample = sample_answers(cache, max_positions, max_documents)
     states_ND, tokens_N3 = sample.states_ND, sample.tokens_N3
     weight_D = target.norm_weight.float()
-    weight_D = weight_D.where(weight_D != 0, torch.inf)  # nothing passes a zero weight: leave it out below, too
-    rms_N = (states_ND / weight_D).square().sum(dim=1).div(weight_D.isfinite().sum()).sqrt()
+    rms_N = rms_of(states_ND, weight_D)
     low, high = RMS_RANGE
     normed = bool(((rms_N >= low) & (rms_N <= high)).float().mean() >= 0.95)
     few = spread(len(states_ND), max(128, OTHER_NORM_SCORES // target.vocab_size))
     if normed:
         # if h = norm(norm(z)), then h / weight is norm(z) up to a positive factor a token, which no ranking sees
-        other, other_ND = "the final norm was applied twice", states_ND[few] / weight_D
+        divisor_D = weight_D.where(weight_D != 0, torch.inf)  # nothing passes a zero weight
+        other, other_ND = "the final norm was applied twice", states_ND[few] / divisor_D
     else:
         mean_square_N1 = states_ND[few].square().mean(dim=1, keepdim=True)
         other = "the final norm is missing (pre-norm states)"
-        other_ND = states_ND[few] * (mean_square_N1 + target.norm_eps).rsqrt() * target.norm_weight.float()
+        other_ND = states_ND[few] * (mean_square_N1 + target.norm_eps).rsqrt() * weight_D
     scores = score(
         torch.cat([states_ND, other_ND]),
         target.lm_head,

@@ -159,6 +159,7 @@ class Capture:
                         )
                     bar.update(sum(map(row_length, batch)))
                 bar.close()
+        filled = Cache.open(cache, target, check=False)
         report = CaptureReport(
             stored=len(todo),
             skipped=len(answers.rows) - len(todo),
@@ -166,7 +167,7 @@ class Capture:
             states=sum(row_length(row) - 1 - first_state(row, self.storage) for row in todo),
             tokens=sum(map(row_length, todo)),
             seconds=time.perf_counter() - started,
-            check=self_check(Cache.open(cache, target, check=False), target) if stored_ids(cache) else None,
+            check=self_check(filled, target) if filled.documents else None,
         )
         print(f"{report}\n-> {cache}")
         return report
@@ -242,14 +243,23 @@ def refuse_other_parts(cache: Path, parts: int) -> None:
         own = re.fullmatch(r"main|part-[0-9]+-of-([0-9]+)", file.stem)
         if own is None or int(own[1] or 1) == parts:
             continue
-        with file.open("rb") as index:
-            try:
-                fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another command is filling {cache} in {own[1] or 1} parts, this one would in {parts}: both would "
-                    "store the same documents; wait for it, or give all of them the same number of parts"
-                ) from None
+        if is_locked(file):
+            raise ValueError(
+                f"another command is filling {cache} in {own[1] or 1} parts, this one would in {parts}: both would "
+                "store the same documents; wait for it, or give all of them the same number of parts"
+            )
+
+
+def is_locked(lock: Path) -> bool:
+    """Whether a process holds the lock file; one that is gone or that nobody holds is no lock."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def part_of(part: str) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 Letters: T tokens, M positions with a state, D hidden.
 """
 
-import fcntl
 import os
 import re
 import time
@@ -24,11 +23,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from medusa_k25.cache.alignment import RMS_RANGE, self_check
+from medusa_k25.cache.alignment import RMS_RANGE, rms_of, self_check
 from medusa_k25.cache.capture import (
     Capture,
     CaptureReport,
     Row,
+    is_locked,
     part_of,
     refuse_other_parts,
     require_room,
@@ -536,12 +536,6 @@ def normed(
         out_MD[start : start + NORM_ROWS] = rows_RD.mul_(mean_square_R1.add_(eps).rsqrt_()).mul_(weight_D)
 
 
-def rms_of(states_ND: Tensor, weight_D: Tensor) -> Tensor:
-    """RMS(h / weight) of each state, 1 after the final norm. Nothing passes a zero weight: it is left out."""
-    passed_D = weight_D != 0
-    return (states_ND[:, passed_D] / weight_D[passed_D]).square().mean(dim=1).sqrt()
-
-
 def said(error: Exception) -> str:
     """A ValueError speaks for itself; what a library says, of a file that is like no other, needs an introduction."""
     return str(error) if isinstance(error, ValueError) else damage(error)
@@ -572,18 +566,6 @@ def key_of(ids_T: Tensor) -> bytes:
 def numerically(file: Path) -> list[str | int]:
     """A key that sorts numbers in a path by their value: data_2 before data_10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.as_posix())]
-
-
-def is_locked(lock: Path) -> bool:
-    """Whether a process holds the lock file; one that is gone or that nobody holds is no lock."""
-    try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def first_of(faults: dict[str, str], count: int = 3) -> str:
