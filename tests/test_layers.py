@@ -17,7 +17,9 @@ LAYERS = {
         *(f"cache.{name}" for name in ("manifest", "shard", "check", "alignment", "reader", "staging", "writer")),
         *(f"cache.{name}" for name in ("capture", "record_client", "producers", "imports")),
     ],
-    "data": ["data", "data.labels", "data.windows", "data.contents", "data.sampler", "data.datamodule"],
+    "data": [
+        *("data", "data.labels", "data.windows", "data.texts", "data.contents", "data.sampler", "data.datamodule"),
+    ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs", "fp8_cost"],
     "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],

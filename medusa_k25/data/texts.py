@@ -1,0 +1,133 @@
+"""The target's own answers as token ids, without states: all that replay and the training-free predictors read.
+
+They come from a cache or from a file of conversations, in the same splits.
+
+Letters: T tokens, S states of one answer.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_k25.cache import Cache
+from medusa_k25.chat import ChatMarks, answer_mask, render
+from medusa_k25.conversations import ends_in_loop, prompt_key, read_conversations
+from medusa_k25.data.splits import SPLITS, Split, split_of
+from medusa_k25.data.windows import documents_of, runs_of
+from medusa_k25.prompts import json_lines
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """One answer of the target behind what it answers.
+
+    ids_T: int32 [T], up to the answer's last token. start: position of the answer's first token. An answer of A = T -
+    start tokens has S = A - 1 states to draft from: state s has the root ids_T[start + s] and ends where the root does.
+    document: the conversation's id; answers of one conversation are resampled together.
+    temperature: at which the answer was sampled, 0 greedy, None unknown.
+    """
+
+    ids_T: Tensor
+    start: int
+    document: str
+    group: str | None
+    label: str | None
+    temperature: float | None
+
+    @property
+    def num_states(self) -> int:
+        return len(self.ids_T) - 1 - self.start
+
+    @property
+    def answer_T(self) -> Tensor:
+        return self.ids_T[self.start :]
+
+    @cached_property
+    def loops(self) -> bool:
+        """Whether it ends in a degenerate repetition, which flatters every predictor."""
+        return ends_in_loop(self.answer_T.tolist())
+
+
+def texts_of_cache(cache: Cache, split: Split) -> list[Text]:
+    """Every answer of a split with at least two tokens, in the order of `windows.all_runs`: ranks line up with it."""
+    texts = []
+    for document in documents_of(cache, split):
+        ids_T, positions_M = cache.token_ids(document), cache.positions(document)
+        for run in runs_of(cache, document):
+            first_root = int(positions_M[run.row_start - document.row_start]) + 1
+            stop = first_root + run.row_stop - run.row_start + 1
+            texts.append(
+                Text(
+                    ids_T[:stop],
+                    first_root,
+                    document.id,
+                    document.group,
+                    document.label,
+                    document.sampling.get("temperature"),
+                )
+            )
+    return texts
+
+
+def texts_of_conversations(path: Path, marks: ChatMarks | None) -> dict[Split, list[Text]]:
+    """The answers of a .jsonl file, by split.
+
+    A row is what `generate` writes, or {"messages": [...]} with the answers in it, which is rendered with `marks`: the
+    tokenizer's chat template. A prompt that another split reports on is left out, as `windows.documents_of` does.
+    Raises ValueError, with file and line, for any other row, and for messages without `marks`.
+    """
+    if not path.is_file():
+        raise ValueError(f"no conversations at {path.absolute()}; expected a .jsonl file, such as generate writes")
+    _, first = next(json_lines(path), (path, None))
+    if first is None:
+        raise ValueError(f"{path} holds no conversation; expected a row for each")
+    has_ids = not isinstance(first, Mapping) or "messages" not in first or {"answer_ids", "error"} & first.keys()
+    found = list(_generated(path) if has_ids else _rendered(path, marks))
+    splits = [SPLITS.index(split_of(text.group, key)) for key, text in found]
+    reported: dict[str, int] = {}
+    for (key, _), split in zip(found, splits, strict=True):
+        reported[key] = max(reported.get(key, 0), split)
+    texts: dict[Split, list[Text]] = {split: [] for split in SPLITS}
+    for (key, text), split in zip(found, splits, strict=True):
+        if reported[key] == split and text.num_states > 0:
+            texts[SPLITS[split]].append(text)
+    return texts
+
+
+def _generated(path: Path) -> Iterator[tuple[str, Text]]:
+    """(hash of the prompt, text) of the rows that `generate` has answered."""
+    for row in read_conversations(path):
+        if "error" not in row:
+            ids_T = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int32)
+            temperature = row["sampling"].get("temperature")
+            start = len(row["prompt_ids"])
+            yield (
+                prompt_key(row["prompt_ids"]),
+                Text(ids_T, start, row["id"], row["group"], row["label"], temperature),
+            )
+
+
+def _rendered(path: Path, marks: ChatMarks | None) -> Iterator[tuple[str, Text]]:
+    """(hash of the first prompt, text) of every answer in rows of {"messages"}."""
+    if marks is None:
+        raise ValueError(f"{path} holds messages without token ids: name the target's tokenizer, tokenizer=FOLDER")
+    for number, (place, row) in enumerate(json_lines(path)):
+        messages: Any = row.get("messages") if isinstance(row, Mapping) else None
+        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(f'{place}: expected {{"messages": [...]}} as in the rows before it')
+        ids_T = torch.tensor(render(marks.tokenizer, messages, {}, row.get("tools"), add_generation_prompt=False))
+        try:
+            mask_T = answer_mask(ids_T, marks)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        edges_T = torch.cat([mask_T.new_zeros(1), mask_T, mask_T.new_zeros(1)]).int().diff()
+        spans = list(zip((edges_T == 1).nonzero().flatten(), (edges_T == -1).nonzero().flatten(), strict=True))
+        key = prompt_key(ids_T[: int(spans[0][0])].tolist())
+        id, group = str(row.get("id", f"row {number + 1}")), row.get("group", row.get("topic"))
+        for start, stop in spans:
+            yield key, Text(ids_T[: int(stop)].int(), int(start), id, group, row.get("label"), None)
