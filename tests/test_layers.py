@@ -36,6 +36,7 @@ LAYERS = {
         "callbacks",
         "tracking",
         "page",
+        "pictures",
         "report",
         "cache_report",
     ],
