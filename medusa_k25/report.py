@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"heads, tree": "#1f5fa8", "untrained heads, tree": "#9a9a9a", "n-gram lookup": "#c9772b"}
+COLOURS = {"heads, tree": "#1f5fa8", "n-gram lookup": "#c9772b"}
 TEXT_COLOURS = {"heldout": "#1f5fa8", "calibration": "#9a9a9a", "train": "#3f8f5f"}
 HEAD_COLOURS = ("#12365f", "#1f5fa8", "#5b93cc", "#a5c4e4", "#c9d9ea", "#dde6ef", "#e8eef4", "#f0f4f8")
 
@@ -91,7 +91,7 @@ def write_page(run_dir: Path) -> Path:
     tiles = [tile("held-out answers", f"{evaluation['answers']}", f"{evaluation['loops']} end in a loop")]
     nodes = report.get("export", {}).get("nodes", 9)
     size = min((row["num_nodes"] for row in rows if row["tree"]), key=lambda evaluated: abs(evaluated - nodes))
-    for predictor in ("heads, tree", "untrained heads, tree", "n-gram lookup"):
+    for predictor in COLOURS:
         row = next((row for row in rows if (row["predictor"], row["num_nodes"]) == (predictor, size)), None)
         if row:
             low, high = row["interval"]
