@@ -21,7 +21,10 @@ LAYERS = {
         *("data", "data.labels", "data.windows", "data.texts", "data.contents", "data.sampler", "data.datamodule"),
     ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
-    "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "hardware", "served", "costs", "fp8_cost"],
+    "maths": [
+        *("loss", "metrics", "tree", "replay", "ngram", "acceptance", "breakdown"),
+        *("hardware", "served", "costs", "fp8_cost"),
+    ],
     "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
