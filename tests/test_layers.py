@@ -36,7 +36,10 @@ LAYERS = {
         "costs",
         "fp8_cost",
     ],
-    "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
+    "serving": [
+        *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
+        "probing",
+    ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
         *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
@@ -55,7 +58,8 @@ LAYERS = {
         "cache_report",
     ],
     "entry points": [
-        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
+        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "probe"),
+        "__main__",
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
