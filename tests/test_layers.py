@@ -23,9 +23,12 @@ LAYERS = {
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": [
         *("loss", "metrics", "tree", "replay", "ngram", "acceptance", "breakdown"),
-        *("hardware", "served", "costs", "fp8_cost"),
+        *("hardware", "served", "cycle", "drafters", "verdict", "costs", "fp8_cost"),
     ],
-    "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
+    "serving": [
+        *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
+        "probing",
+    ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
         *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
@@ -44,7 +47,8 @@ LAYERS = {
         "cache_report",
     ],
     "entry points": [
-        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
+        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "probe"),
+        "__main__",
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
