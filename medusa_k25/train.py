@@ -30,7 +30,7 @@ from medusa_k25.config import EXIT_REQUEUE, verb
 from medusa_k25.costs import TrainingCost, peak_flops
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
-from medusa_k25.data.windows import documents_of, token_counts
+from medusa_k25.data.windows import documents_of, in_share, token_counts
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
@@ -189,7 +189,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
             raise ValueError(f"trainer.{key}={cfg.trainer[key]}: expected a whole number, at least 1")
     L.seed_everything(cfg.seed, verbose=False)
     loss = instantiate(cfg.loss)
-    counts_V = token_counts(cache, documents_of(cache, "train"))
+    counts_V = token_counts(cache, in_share(documents_of(cache, "train"), cfg.data.share))
     vocabulary = DraftVocabulary.most_frequent(counts_V, cfg.draft_vocab_size)
     new_heads = partial(instantiate(cfg.heads), hidden_size=target.hidden_size, draft_vocab_size=len(vocabulary))
     with torch.device("meta"):  # sizes without memory: what cannot fit must not be tried
