@@ -123,7 +123,9 @@ def summarise(
             f"target      {target.name}: D={cost.D:,}, V={target.vocab_size:,}",
             f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states in "
             f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}"
-            + (f"; {data.left_out} left out, their prompts are in a split that is reported on" if data.left_out else ""),
+            + (
+                f"; {data.left_out} left out, their prompts are in a split that is reported on" if data.left_out else ""
+            ),
             *([f"stage       {data.stage}"] if data.stage is not None else []),
             f"heads       {cost.K} x {type(heads).__name__}: {cost.trained / 1e6:.2f} M parameters",
             f"vocabulary  {cost.M:,} of {target.vocab_size:,} tokens: "

@@ -35,6 +35,9 @@ LAYERS = {
         "verdict",
         "costs",
         "fp8_cost",
+        "planning",
+        "learning_curve",
+        "calibration",
     ],
     "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
     "plugin": [
@@ -52,10 +55,12 @@ LAYERS = {
         "page",
         "pictures",
         "report",
+        "plan_report",
         "cache_report",
     ],
     "entry points": [
-        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
+        *("config", "plan", "generate", "capture", "inspect", "preflight"),
+        *("train", "evaluate", "export", "decode", "__main__"),
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}
