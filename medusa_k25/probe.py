@@ -31,10 +31,10 @@ def main(cfg: DictConfig) -> None:
     earlier = own_file(file)
     servers = [probe.open(url) for url in (cfg.server, *(cfg.blank or ()))]
     places, notes = probe.places(servers)
-    for served in servers:
-        speculates = f"verifies {served.nodes} tokens a pass" if served.nodes > 1 else "does not speculate"
-        print(f"{served.url}: SGLang {served.version} with {served.model}, {speculates}")
-    notes += [note for served in servers if (note := other_model(served, machine.target))]
+    for server in servers:
+        speculates = f"verifies {server.nodes} tokens a pass" if server.nodes > 1 else "does not speculate"
+        print(f"{server.url}: SGLang {server.version} with {server.model}, {speculates}")
+    notes += [note for server in servers if (note := other_model(server, machine))]
     for note in notes:
         print(note)
     print(

@@ -19,7 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from medusa_k25.answer_client import NEUTRAL
-from medusa_k25.hardware import Point
+from medusa_k25.hardware import Hardware, Point
 from medusa_k25.prompts import load_prompts
 from medusa_k25.server import Refused, Server
 
@@ -264,12 +264,14 @@ def table(measured: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def other_model(server: Running, target: str) -> str | None:
+def other_model(server: Running, machine: Hardware) -> str | None:
     """A remark where a server's model does not look like the hardware file's target; None where it does."""
-    ours, theirs = (_letters(name.rstrip("/").rpartition("/")[2]) for name in (target, server.model))
-    if ours in theirs or theirs in ours:
+    if machine.is_of(server.model):
         return None
-    return f"{server.url} serves {server.model}, the hardware file is {target}'s: say target=... there if that is so"
+    return (
+        f"{server.url} serves {server.model}, the passes of {machine.name} are those of {machine.target}: correct "
+        "`target` in the hardware file"
+    )
 
 
 def own_file(path: Path) -> list[Point]:
@@ -317,7 +319,3 @@ def _prompt(ids: list[int], length: int, number: int) -> list[int]:
 
 def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _letters(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

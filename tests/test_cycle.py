@@ -226,6 +226,14 @@ def test_the_best_tree_is_not_the_one_that_accepts_most() -> None:
     assert RTX.best_under_cost({3: length(1.0), 4: length(30 / RTX.cycle(3).ms)}).best.nodes == 3  # equals
 
 
+def test_an_interval_holds_its_mean() -> None:
+    assert Length.around(1.5, (1.4, 1.6)) == Length(1.5, 1.4, 1.6)
+    assert Length.around(1.5, (1.5 + 1e-12, 1.5 - 1e-12)) == Length(1.5, 1.5, 1.5)
+    assert Length.around(1.0, (1 - 1e-12, 1.0)) == Length(1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="acceptance length 0.9"):
+        Length.around(0.9, (0.8, 1.0))
+
+
 # --- bad input
 
 
