@@ -212,9 +212,9 @@ def grow_where_walks_stop(calibration: Sequence[Tensor], most_nodes: int, max_wi
     """Like `grow`, but each path is counted only where a server that has the tree so far would draft.
 
     A stretch of text that is easy to predict is full of positions at which deep paths are right, and a server skips
-    most of them: counting all positions makes trees too deep. Path after path the one joins that is right most often
-    where the walk of the tree before it stops; its share is of those positions, and the shares need not fall. Better
-    than `grow` by what notes/LOG.md measures, and not proven to be the best: that depends on itself.
+    most of them: counting all positions takes deep paths too early. Path after path the one joins that is right most
+    often where the walk of the tree before it stops; its share is of those positions, and the shares need not fall. No
+    tree is proven best this way: where a walk stops depends on the tree. notes/LOG.md says what it was worth.
     """
     if not calibration:
         raise ValueError(NO_CALIBRATION)
