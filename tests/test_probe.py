@@ -185,6 +185,15 @@ def test_servers_can_be_measured_one_after_another(run: Any, plain: Fake, blank:
     assert [(cycle["nodes"], cycle["ms"]) for cycle in cycles] == [(1, 40.0), (9, blank.pass_ms(1))]
 
 
+def test_what_one_server_has_shown_is_kept_when_the_next_fails(
+    run: Any, plain: Fake, blank: Fake, tmp_path: Path
+) -> None:
+    blank.missing.add("/generate")
+    with pytest.raises(ValueError, match="/generate: 404"):
+        run(f"server={plain.url}", f"blank=[{blank.url}]", f"probe_file={tmp_path}/new.yaml", *SMALL)
+    assert {cycle["nodes"] for cycle in yaml.safe_load((tmp_path / "new.yaml").read_text())["cycles"]} == {1}
+
+
 def test_other_files_are_left_alone(run: Any, plain: Fake, tmp_path: Path) -> None:
     other = tmp_path / "mine.yaml"
     other.write_text("name: mine\n")
