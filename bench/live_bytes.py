@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 class LiveBytes(TorchDispatchMode):
     """Counts the storages of `tensors`, and of every tensor made inside, for as long as they live. `peak`: the most.
 
-    Scratch memory inside of an operation is not seen.
+    Scratch memory inside of an operation is not seen, and a file that is mapped into memory is none.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known or storage.nbytes() == 0:
+        if key in self.known or storage.nbytes() == 0 or not storage.resizable():
             return
         self.known[key] = storage.nbytes()
         self.now += storage.nbytes()

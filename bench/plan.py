@@ -1,9 +1,9 @@
 """A plan against what it plans, on this machine: python -m bench.plan
 
 The demo's heads are trained for some steps on the demo's cache, in a process of its own, and what that took stands
-beside what `plan calibrate=true` says: seconds, memory and the cache's bytes. A step is timed right before and right
-after the training, and the plan takes the mean, because a busy machine is not equally fast all the time; where
-the two differ, no comparison is better than that.
+beside what `plan calibrate=true` says: seconds, memory and the cache's bytes. Seconds are CPU seconds of one thread: on
+a busy machine they say more than the clock on the wall. A step is timed right before and right after the training, and
+the plan takes the mean; where the two differ, no comparison is better than that.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from statistics import mean
 
+import torch
 from hydra.utils import instantiate
 
 from bench.live_bytes import LiveBytes, tensors_of
@@ -39,12 +40,13 @@ def overrides(run: Path, scratch: str) -> list[str]:
 
 def measure(arguments: list[str]) -> None:
     """What the child does: trains, and prints seconds and the most bytes of tensors at a time."""
+    torch.set_num_threads(1)
     config = compose(arguments)
     target = instantiate(config.target)
     training = train.build(config, target, Cache.open(Path(config.cache), target))
-    start = time.perf_counter()
+    start = time.process_time()
     training.trainer.fit(training.module, datamodule=training.data)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     training = train.build(config, target, Cache.open(Path(config.cache), target))  # watched, it would be slower
     training.trainer.fit_loop.epoch_loop.max_steps = WATCHED_STEPS
     with LiveBytes(tensors_of(training.module)) as live:
@@ -60,6 +62,7 @@ def main() -> None:
     if parsed.measure:
         measure(parsed.measure)
         return
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = overrides(parsed.run, scratch)
         config = compose(arguments)
@@ -67,12 +70,12 @@ def main() -> None:
         data = instantiate(config.plan).dataset(plan.counted(config))
         cost = plan.cost_on(hardware, config, served, data)
         run = planned_run(data, STEPS, cost.N, STEPS // VALIDATIONS, None)
-        speeds = [plan.calibrated(config, cost, hardware)]
+        speeds = [plan.calibrated(config, cost, hardware, time.process_time)]
         child = [sys.executable, "-m", "bench.plan", "--measure", *arguments]
         done = subprocess.run(child, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
-        speeds.append(plan.calibrated(config, cost, hardware))
+        speeds.append(plan.calibrated(config, cost, hardware, time.process_time))
     measured = json.loads(done.stdout.rpartition("figures ")[2])
     planned = estimate(hardware, cost, data, run, config.capture.storage_dtype, mean(speeds))
     files = sum(file.stat().st_size for file in Path(config.cache).rglob("*") if file.is_file())
