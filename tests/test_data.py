@@ -1,5 +1,6 @@
 from itertools import islice
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_validation_shares_are_equally_long(n, world_size):
 
 
 def test_shares_of_the_training_text_are_nested_and_as_large_as_they_say():
-    documents = [SimpleNamespace(hash=f"{i}") for i in range(4000)]
+    documents: list[Any] = [SimpleNamespace(hash=f"{i}") for i in range(4000)]
     before: set[str] = set()
     for share_ in (0.1, 0.25, 0.5, 1.0):
         chosen = [document.hash for document in in_share(documents, share_)]

@@ -22,24 +22,14 @@ LAYERS = {
     ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": [
-        "loss",
-        "metrics",
-        "tree",
-        "replay",
-        "ngram",
-        "acceptance",
-        "hardware",
-        "served",
-        "cycle",
-        "drafters",
-        "verdict",
-        "costs",
-        "fp8_cost",
-        "planning",
-        "learning_curve",
-        "calibration",
+        *("loss", "metrics", "tree", "replay", "ngram", "acceptance", "breakdown"),
+        *("hardware", "served", "cycle", "drafters", "verdict", "costs", "fp8_cost"),
+        *("planning", "learning_curve", "calibration"),
     ],
-    "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
+    "serving": [
+        *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
+        "probing",
+    ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
         *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
@@ -59,8 +49,8 @@ LAYERS = {
         "cache_report",
     ],
     "entry points": [
-        *("config", "plan", "generate", "capture", "inspect", "preflight"),
-        *("train", "evaluate", "export", "decode", "__main__"),
+        *("config", "plan", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode"),
+        *("probe", "__main__"),
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}

@@ -26,12 +26,19 @@ from tests.tiny import cache_of
 D, M, K, N = 576, 8192, 4, 512
 
 
-def cost(**changes):
-    heads = ResidualHeads(D, K, changes.pop("num_blocks", 1))
-    sizes = {"teacher": False, "strategy": "auto", "world_size": 1, "low_precision": False, "device_type": "cpu"}
+def planned_bytes(num_blocks: int) -> int:
     return TrainingCost.of(
-        heads, num_blocks=len(heads.heads[0]), positions=N, draft_vocab_size=M, longest_answer=64, **sizes | changes
-    )
+        ResidualHeads(D, K, num_blocks),
+        num_blocks=num_blocks,
+        positions=N,
+        draft_vocab_size=M,
+        teacher=False,
+        strategy="auto",
+        world_size=1,
+        low_precision=False,
+        device_type="cpu",
+        longest_answer=64,
+    ).memory_bytes
 
 
 @pytest.mark.parametrize(("num_blocks", "most"), [(1, 1.2), (3, 1.3)])
@@ -47,7 +54,7 @@ def test_a_step_takes_the_memory_that_is_planned(num_blocks, most):
             total.backward()
             optimizer.step()
             optimizer.zero_grad()
-    planned = cost(num_blocks=num_blocks).memory_bytes
+    planned = planned_bytes(num_blocks)
     assert live.peak <= planned <= most * live.peak, planned / live.peak
 
 
