@@ -71,6 +71,8 @@ def test_kimi_k25_is_what_its_sizes_say(planned):
     assert (home["price_per_hour"], rented["price_per_hour"]) == (None, 40)
     four = next(one for one in report["serving"]["rtx_pro_6000_x8"] if one["nodes"] == 4)
     assert four["length"] == pytest.approx(2.46, abs=0.005)
+    assert "on rtx_pro_6000_x8 num_nodes=8 pays from 4.68 tokens a pass on, of the 5 that 4 heads" in out
+    assert "with 8 nodes they pay on rtx_pro_6000_x8 from 4.68 on and on b200_nvl8 from 1.39 on" in out
     for said in ("generate_tok_s 2000 (assumed", "own machine is worth $15 (assumed", "extrapolated"):
         assert said in out and said in markdown
 
