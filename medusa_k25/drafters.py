@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from medusa_k25.cycle import Length, model_draft_ms
 from medusa_k25.hardware import Hardware
-from medusa_k25.served import Served
-
-KIMI_K25_NAME = "moonshotai/Kimi-K2.5"
+from medusa_k25.served import KIMI_K25_NAME, Served
 
 
 @dataclass(frozen=True)
