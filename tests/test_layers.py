@@ -21,7 +21,7 @@ LAYERS = {
         *("data", "data.labels", "data.windows", "data.texts", "data.contents", "data.sampler", "data.datamodule"),
     ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
-    "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "costs", "fp8_cost"],
+    "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "hardware", "served", "costs", "fp8_cost"],
     "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
@@ -36,6 +36,7 @@ LAYERS = {
         "callbacks",
         "tracking",
         "page",
+        "pictures",
         "report",
         "cache_report",
     ],

@@ -1,0 +1,162 @@
+"""A machine in figures, each with where it comes from: measured, a datasheet, or assumed.
+
+What a verify pass costs on it is in cycle.py, what a training run takes in costs.py. conf/hardware/ holds the files.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any
+
+BASES = ("measured", "datasheet", "assumed")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number, and why anybody should believe it."""
+
+    value: float
+    basis: str  # one of BASES
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.value:g} ({self.basis}: {self.source})"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What one all-reduce of `bytes` (of one rank's message) takes."""
+
+    bytes: float
+    us: float
+    basis: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a pass took: `nodes` tokens verified for each of `batch` requests with `context` tokens before them.
+
+    nodes 1 is a pass without speculation. temperature: of the sampling that verifies, 0 greedy. ms: of the whole cycle,
+    drafting included.
+    """
+
+    nodes: int
+    batch: int
+    context: int
+    temperature: float
+    ms: float
+    basis: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Units are in the names; gb and tb are 1e9 and 1e12 bytes. None: unknown, and whatever needs it says so."""
+
+    name: str
+    target: str  # whose passes and rates these are; those of another target would be others
+    gpu: str
+    gpus: int  # that serve one copy of the target; 0: a CPU
+    memory_gb: Figure  # of one GPU, or of the CPU
+    bandwidth_tb_s: Figure  # of one GPU's memory
+    bandwidth_share: Figure  # of it that a decode pass reaches
+    bf16_tflops: Figure  # of one GPU, dense
+    train_share: Figure  # of it that training reaches
+    fixed_ms: Figure  # of a pass: launches, sampling, scheduling; neither weights nor all-reduces
+    allreduces: tuple[Latency, ...]  # by size; none: one device
+    cycles: tuple[Point, ...]
+    baseline_tok_s: Figure | None  # one request without speculation; None: from the cycle of one node
+    generate_tok_s: Figure | None  # answers, all requests together
+    capture_tok_s: Figure | None  # states over text that is there, prefill only
+    network_gbit_s: Figure | None  # to and from the machine
+    disk_gb_s: Figure | None  # reading states, all ranks together
+    price_per_hour: Figure | None  # of the whole machine, US dollars; None: it is yours
+
+
+def hardware(
+    name: str,
+    target: str,
+    gpu: str,
+    gpus: int,
+    memory_gb: Mapping[str, Any],
+    bandwidth_tb_s: Mapping[str, Any],
+    bandwidth_share: Mapping[str, Any],
+    bf16_tflops: Mapping[str, Any],
+    train_share: Mapping[str, Any],
+    fixed_ms: Mapping[str, Any],
+    allreduces: Sequence[Mapping[str, Any]] = (),
+    cycles: Sequence[Mapping[str, Any]] = (),
+    baseline_tok_s: Mapping[str, Any] | None = None,
+    generate_tok_s: Mapping[str, Any] | None = None,
+    capture_tok_s: Mapping[str, Any] | None = None,
+    network_gbit_s: Mapping[str, Any] | None = None,
+    disk_gb_s: Mapping[str, Any] | None = None,
+    price_per_hour: Mapping[str, Any] | None = None,
+) -> Hardware:
+    """A machine from its file; ValueError, with the figure's name, for one that is missing or impossible.
+
+    A figure is {value, basis, source}, an all-reduce {bytes, us, basis, source}, a cycle {nodes, batch, context,
+    temperature, ms, basis, source}.
+    """
+    if not isinstance(gpus, int) or gpus < 0:
+        raise ValueError(f"hardware {name}: gpus: expected a whole number, 0 for a CPU, got {gpus!r}")
+
+    def figure(what: str, given: Mapping[str, Any], most: float | None = None) -> Figure:
+        return _checked(Figure, f"hardware {name}: {what}", given, {"value"}, most)
+
+    def known(what: str, given: Mapping[str, Any] | None) -> Figure | None:
+        return None if given is None else figure(what, given)
+
+    latencies = [
+        _checked(Latency, f"hardware {name}: allreduces[{i}]", given, {"bytes", "us"})
+        for i, given in enumerate(allreduces)
+    ]
+    points = [
+        _checked(Point, f"hardware {name}: cycles[{i}]", given, {"nodes", "batch", "context", "ms"})
+        for i, given in enumerate(cycles)
+    ]
+    places = [(point.nodes, point.batch, point.context, point.temperature) for point in points]
+    for place in places:
+        if not (isinstance(place[3], int | float) and isfinite(place[3]) and place[3] >= 0):
+            raise ValueError(f"hardware {name}: a cycle's temperature is {place[3]!r}, expected 0 (greedy) or more")
+        if places.count(place) > 1:
+            raise ValueError(f"hardware {name}: two cycles of {place} (nodes, batch, context, temperature); keep one")
+    if gpus > 1 and not latencies:
+        raise ValueError(f"hardware {name}: {gpus} GPUs, but allreduces is empty; give at least one {{bytes, us}}")
+    return Hardware(
+        name=name,
+        target=target,
+        gpu=gpu,
+        gpus=gpus,
+        memory_gb=figure("memory_gb", memory_gb),
+        bandwidth_tb_s=figure("bandwidth_tb_s", bandwidth_tb_s),
+        bandwidth_share=figure("bandwidth_share", bandwidth_share, most=1),
+        bf16_tflops=figure("bf16_tflops", bf16_tflops),
+        train_share=figure("train_share", train_share, most=1),
+        fixed_ms=figure("fixed_ms", fixed_ms),
+        allreduces=tuple(sorted(latencies, key=lambda latency: latency.bytes)),
+        cycles=tuple(sorted(points, key=lambda p: (p.temperature, p.batch, p.context, p.nodes))),
+        baseline_tok_s=known("baseline_tok_s", baseline_tok_s),
+        generate_tok_s=known("generate_tok_s", generate_tok_s),
+        capture_tok_s=known("capture_tok_s", capture_tok_s),
+        network_gbit_s=known("network_gbit_s", network_gbit_s),
+        disk_gb_s=known("disk_gb_s", disk_gb_s),
+        price_per_hour=known("price_per_hour", price_per_hour),
+    )
+
+
+def _checked(kind: Any, what: str, given: Any, positive: set[str], most: float | None = None) -> Any:
+    """`kind` from its mapping, refused unless every key is there and the numbers called `positive` are."""
+    names = {field.name for field in fields(kind)}
+    if not isinstance(given, Mapping) or given.keys() != names:
+        raise ValueError(f"{what}: expected {{{', '.join(sorted(names))}}}, got {given!r}")
+    for name in positive:
+        value = given[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not number or value <= 0 or (most is not None and value > most):
+            limit = "" if most is None else f", at most {most:g}"
+            raise ValueError(f"{what}: {name} is {value!r}, expected a number above 0{limit}")
+    if given["basis"] not in BASES or not str(given["source"] or "").strip():
+        raise ValueError(f"{what}: expected a basis ({', '.join(BASES)}) and a source, got {dict(given)!r}")
+    return kind(**given)

@@ -1,0 +1,58 @@
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from medusa_k25.config import conf_dir
+from medusa_k25.hardware import Hardware
+
+FILES = sorted((conf_dir() / "hardware").glob("*.yaml"))
+
+
+def build(node: dict) -> Hardware:
+    return instantiate(OmegaConf.create(node))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_machine_says_where_its_figures_come_from(file: Path) -> None:
+    machine = build(yaml.safe_load(file.read_text()))
+    assert machine.name == file.stem
+    assert (machine.bandwidth_tb_s.source and machine.bandwidth_tb_s.basis == "datasheet") or machine.gpus == 0
+    assert [latency.bytes for latency in machine.allreduces] == sorted(latency.bytes for latency in machine.allreduces)
+
+
+RTX = yaml.safe_load((conf_dir() / "hardware" / "rtx_pro_6000_x8.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("memory_gb.value", 0, "memory_gb: value is 0, expected a number above 0"),
+        ("memory_gb.value", "96", "memory_gb: value is '96'"),
+        ("memory_gb.value", True, "memory_gb: value is True"),
+        ("bandwidth_share.value", 1.2, "bandwidth_share: value is 1.2, expected a number above 0, at most 1"),
+        ("memory_gb.basis", "guessed", "expected a basis"),
+        ("memory_gb.source", " ", "and a source"),
+        ("memory_gb", 96, "memory_gb: expected {basis, source, value}, got 96"),
+        ("baseline_tok_s.value", float("nan"), "baseline_tok_s: value is nan"),
+        ("allreduces.0.us", -1, r"allreduces\[0\]: us is -1"),
+        ("allreduces", [], "8 GPUs, but allreduces is empty"),
+        ("cycles.0.ms", 0, r"cycles\[0\]: ms is 0"),
+        ("cycles.0.temperature", -1, "temperature is -1"),
+        ("cycles.0.nodes", 4, "two cycles of"),
+        ("gpus", -8, "gpus: expected a whole number"),
+    ],
+)
+def test_missing_and_impossible_figures_are_refused(path, value, message):
+    node = copy.deepcopy(RTX)
+    *parents, last = path.split(".")
+    place = node
+    for key in parents:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[int(last) if isinstance(place, list) else last] = value
+    with pytest.raises(Exception, match="hardware rtx_pro_6000_x8") as raised:
+        build(node)
+    assert raised.match(message)
