@@ -53,6 +53,13 @@ def _switched(thinking: bool) -> dict[str, bool]:
     return {"thinking": thinking, "enable_thinking": thinking}  # Kimi's name and Qwen's
 
 
+def think_ids_of(tokenizer: Any) -> tuple[int, int] | None:
+    """The tokens <think> and </think>; None where the tokenizer has no token for either."""
+    vocabulary = tokenizer.get_vocab()
+    marks = [vocabulary.get(mark) for mark in ("<think>", "</think>")]
+    return None if None in marks else (marks[0], marks[1])
+
+
 @dataclass(frozen=True)
 class ChatMarks:
     """What a target's chats are cut at.

@@ -50,6 +50,7 @@ VERBS = {
     "evaluate": "a checkpoint + a cache -> acceptance report and the best trees",
     "export": "a checkpoint + a tree -> the folder to serve from",
     "decode": "an export + held-out prompts -> proof that output and counts are those of greedy text and replay",
+    "probe": "running servers -> measured cycles, as a hardware file",
 }
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

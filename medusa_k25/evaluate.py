@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from medusa_k25.cache import Cache
-from medusa_k25.checkpoint import arguments_of, find_checkpoint, load_heads
+from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.conversations import default_device
 from medusa_k25.report import acceptance_table, update_report, write_page
@@ -28,9 +28,7 @@ def main(cfg: DictConfig) -> None:
     device = default_device()
     lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
     heads = checkpoint.heads.to(device)
-    untrained = type(heads)(**arguments_of(heads)).to(device)
-    untrained.init_lm_heads(lm_head_MD)
-    evaluation = instantiate(cfg.evaluate).run(cache, heads, untrained, checkpoint.vocabulary, lm_head_MD)
+    evaluation = instantiate(cfg.evaluate).of_cache(cache, heads, checkpoint.vocabulary, lm_head_MD)
     print(acceptance_table(evaluation))
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": cache.fingerprint}
     update_report(run_dir, "evaluate", made_from | evaluation.as_json())

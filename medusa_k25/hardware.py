@@ -72,6 +72,20 @@ class Hardware:
     network_gbit_s: Figure | None  # to and from the machine
     disk_gb_s: Figure | None  # reading states, all ranks together
     price_per_hour: Figure | None  # of the whole machine, US dollars; None: it is yours
+    notes: tuple[str, ...] = ()  # what whoever reads a verdict about it should know
+
+    def allreduce_us(self, message: float) -> float:
+        """Of a message of so many bytes: linear between the known sizes, below them as the smallest, above them with
+        the last slope; 0 on one device."""
+        known = self.allreduces
+        if not known or message <= known[0].bytes:
+            return known[0].us if known else 0.0
+        after = next((i for i, latency in enumerate(known) if latency.bytes >= message), len(known) - 1)
+        if after == 0:  # one size is known
+            return known[0].us
+        left, right = known[after - 1], known[after]
+        slope = (right.us - left.us) / (right.bytes - left.bytes)
+        return right.us + max(slope, 0.0 if message > right.bytes else slope) * (message - right.bytes)
 
 
 def hardware(
@@ -93,6 +107,7 @@ def hardware(
     network_gbit_s: Mapping[str, Any] | None = None,
     disk_gb_s: Mapping[str, Any] | None = None,
     price_per_hour: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
 ) -> Hardware:
     """A machine from its file; ValueError, with the figure's name, for one that is missing or impossible.
 
@@ -116,12 +131,20 @@ def hardware(
         _checked(Point, f"hardware {name}: cycles[{i}]", given, {"nodes", "batch", "context", "ms"})
         for i, given in enumerate(cycles)
     ]
+    for i, point in enumerate(points):
+        counts = (point.nodes, point.batch, point.context)
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            raise ValueError(f"hardware {name}: cycles[{i}]: nodes, batch and context are whole numbers, got {counts}")
     places = [(point.nodes, point.batch, point.context, point.temperature) for point in points]
     for place in places:
         if not (isinstance(place[3], int | float) and isfinite(place[3]) and place[3] >= 0):
             raise ValueError(f"hardware {name}: a cycle's temperature is {place[3]!r}, expected 0 (greedy) or more")
         if places.count(place) > 1:
             raise ValueError(f"hardware {name}: two cycles of {place} (nodes, batch, context, temperature); keep one")
+    sizes = [latency.bytes for latency in latencies]
+    for size in sizes:
+        if sizes.count(size) > 1:
+            raise ValueError(f"hardware {name}: two all-reduces of {size} bytes; keep one")
     if gpus > 1 and not latencies:
         raise ValueError(f"hardware {name}: {gpus} GPUs, but allreduces is empty; give at least one {{bytes, us}}")
     return Hardware(
@@ -143,6 +166,7 @@ def hardware(
         network_gbit_s=known("network_gbit_s", network_gbit_s),
         disk_gb_s=known("disk_gb_s", disk_gb_s),
         price_per_hour=known("price_per_hour", price_per_hour),
+        notes=tuple(notes),
     )
 
 

@@ -20,7 +20,7 @@ from medusa_k25.data.windows import Batch
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.loss import MedusaLoss, Teacher
 from medusa_k25.metrics import top_accuracy
-from medusa_k25.replay import Acceptance, best_tree, future_ranks, replay
+from medusa_k25.replay import Acceptance, future_ranks, grow, replay
 from medusa_k25.tree import Tree
 
 Item = TypeVar("Item")
@@ -177,7 +177,8 @@ class MedusaModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         ranks = self._from_all_ranks([answer.ranks_SK for answer in self._validated["calibration"]])
-        self.tree = best_tree(ranks, self.num_nodes, self.max_width)
+        growth = grow(ranks, self.num_nodes, self.max_width)
+        self.tree = growth.tree(min(self.num_nodes, growth.most_nodes))  # heads that are always right need no more
         metrics: dict[str, float] = {}
         for split in VALIDATION_SPLITS:
             # every rank walks its own answers; what the others need is small

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"heads, tree": "#1f5fa8", "untrained heads, tree": "#9a9a9a", "n-gram lookup": "#c9772b"}
+COLOURS = {"heads, tree": "#1f5fa8", "n-gram lookup": "#c9772b"}
 TEXT_COLOURS = {"heldout": "#1f5fa8", "calibration": "#9a9a9a", "train": "#3f8f5f"}
 OTHER_COLOURS = ("#3f8f5f", "#8a5fa8", "#b08a2b", "#5f8a8a", "#a85f7a", "#6b6b6b")
 HEAD_COLOURS = ("#12365f", "#1f5fa8", "#5b93cc", "#a5c4e4", "#c9d9ea", "#dde6ef", "#e8eef4", "#f0f4f8")

@@ -91,7 +91,7 @@ def write_page(run_dir: Path) -> Path:
     tiles = [tile("held-out answers", f"{evaluation['answers']}", f"{evaluation['loops']} end in a loop")]
     nodes = report.get("export", {}).get("nodes", 9)
     size = min((row["num_nodes"] for row in rows if row["tree"]), key=lambda evaluated: abs(evaluated - nodes))
-    for predictor in ("heads, tree", "untrained heads, tree", "n-gram lookup"):
+    for predictor in COLOURS:
         row = next((row for row in rows if (row["predictor"], row["num_nodes"]) == (predictor, size)), None)
         if row:
             low, high = row["interval"]

@@ -1,18 +1,41 @@
-"""A static tree of drafts, as rank paths.
+"""A static tree of drafts, as rank paths, and in which order a tree grows.
 
 Only the sorted list of paths is stored: (0, 2) is the third choice of head 2 below the best choice of head 1; the root,
 the token that the target itself produced, is the empty path and is not listed. All else is derived.
 
-Letters: N positions, K heads, n nodes (root included, as SGLang's `speculative_num_draft_tokens` counts).
+Letters: N positions, K heads, R choices of a head, P paths, n nodes (root included, as SGLang's
+`speculative_num_draft_tokens` counts).
 """
 
+import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 Path = tuple[int, ...]
+
+
+def places(paths: Sequence[Path], ranks_NK: Tensor) -> Tensor:
+    """int64 [N, K]: where in `paths` the first k ranks of each position are; len(paths) where they are not.
+
+    Every path's parent must be among them. ranks_NK[:, k - 1] is the rank of head k's label.
+    """
+    none, root = len(paths), len(paths) + 1
+    width = max(map(max, paths), default=-1) + 1  # rank `width` stands for every rank that no path holds
+    place = {path: i for i, path in enumerate(paths)} | {(): root}
+    next_table = [[none] * (width + 1) for _ in range(len(paths) + 2)]
+    for i, path in enumerate(paths):
+        next_table[place[path[:-1]]][path[-1]] = i
+    next_C = torch.tensor(next_table).flatten()
+    at_N = torch.full((len(ranks_NK),), root)
+    places_NK = torch.empty_like(ranks_NK, dtype=torch.long)
+    for k in range(ranks_NK.shape[1]):
+        at_N = next_C[at_N * (width + 1) + ranks_NK[:, k].clamp(max=width)]
+        places_NK[:, k] = at_N
+    return places_NK
 
 
 class Tree:
@@ -32,26 +55,6 @@ class Tree:
     def chain(cls, depth: int) -> "Tree":
         """Best choices only: 1 + `depth` nodes."""
         return cls([(0,) * d for d in range(1, depth + 1)])
-
-    @classmethod
-    def best(cls, ranks_NK: Tensor, num_nodes: int, max_width: int) -> "Tree":
-        """The tree of at most `num_nodes` nodes that accepts most on the positions whose label ranks are given.
-
-        A tree accepts, at a position, the longest prefix of that position's rank path that it contains; so its
-        acceptance is the sum over its paths of how often each was a prefix, and taking the most frequent paths is
-        optimal. (A parent is at least as frequent as its child, and shorter paths win ties, so parents come along.)
-        Counted jointly: no independence of the heads is assumed. Only ranks below `max_width` are drafted.
-        Fewer nodes come back when fewer paths were ever right.
-        """
-        counted: list[tuple[int, int, Path]] = []
-        alive_NK = ranks_NK
-        for depth in range(1, ranks_NK.shape[1] + 1):
-            alive_NK = alive_NK[alive_NK[:, depth - 1] < max_width]
-            prefixes, counts = alive_NK[:, :depth].unique(dim=0, return_counts=True)
-            counted += [
-                (-count, depth, tuple(path)) for path, count in zip(prefixes.tolist(), counts.tolist(), strict=True)
-            ]
-        return cls(path for _, _, path in sorted(counted)[: num_nodes - 1])
 
     @property
     def chain_part(self) -> "Tree":
@@ -100,24 +103,7 @@ class Tree:
 
     def accepted(self, ranks_NK: Tensor) -> Tensor:
         """Drafts accepted at each position, int64 [N]; ranks_NK[:, k - 1] is the rank of head k's label there."""
-        base = self.width + 1  # rank `width` stands for every rank that no path holds
-        ranks_NK = ranks_NK[:, : self.depth].clamp(max=self.width)
-        code_N = torch.zeros(len(ranks_NK), dtype=torch.long)
-        alive_N = torch.ones(len(ranks_NK), dtype=torch.bool)
-        accepted_N = torch.zeros(len(ranks_NK), dtype=torch.long)
-        for d in range(1, min(self.depth, ranks_NK.shape[1]) + 1):
-            codes = torch.tensor([self._code(path, base) for path in self.paths if len(path) == d])
-            code_N = code_N * base + ranks_NK[:, d - 1]
-            alive_N &= torch.isin(code_N, codes)
-            accepted_N += alive_N
-        return accepted_N
-
-    @staticmethod
-    def _code(path: Path, base: int) -> int:
-        code = 0
-        for rank in path:
-            code = code * base + rank
-        return code
+        return (places(self.paths, ranks_NK) < len(self.paths)).sum(dim=1)
 
     def refuse_unless_fits(self, num_heads: int, vocab_size: int) -> None:
         """ValueError when the heads cannot fill this tree."""
@@ -137,3 +123,87 @@ class Tree:
 
     def __repr__(self) -> str:
         return f"Tree({[list(path) for path in self.paths]})"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The order in which paths join a tree: the tree of n nodes is the first n - 1, so each holds the smaller ones.
+
+    shares: of the positions, where each path is right (by count) or should be (by product), which fall along the order
+    and along every path.
+    """
+
+    paths: tuple[Path, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def by_count(cls, ranks_NK: Tensor, most_nodes: int, max_width: int) -> "Growth":
+        """Trees that accept most on the positions whose label ranks are given: of `most_nodes` nodes and of fewer.
+
+        A tree accepts, at a position, the longest prefix of that position's rank path that it contains; so its
+        acceptance is the sum over its paths of how often each was a prefix, and taking the most frequent paths is
+        optimal. (A parent is at least as frequent as its child, and shorter paths win ties, so parents come along. Of
+        equally frequent paths of one length the lower ranks win: other trees can be as good, none is better.)
+        Counted jointly: no independence of the heads is assumed. Only ranks below `max_width` are drafted.
+
+        What is optimised is the mean over the positions given. A server drafts only where its walk stops, and which
+        positions those are depends on the tree: see `replay.grow_where_walks_stop`.
+        """
+        N, K = ranks_NK.shape
+        counted: list[tuple[int, int, Path]] = []
+        parents: list[Path] = [()]
+        row_N, parent_N = torch.arange(N), torch.zeros(N, dtype=torch.long)
+        for depth in range(1, K + 1):
+            rank_N = ranks_NK[row_N, depth - 1]
+            kept = rank_N < max_width
+            row_N, code_N = row_N[kept], parent_N[kept] * max_width + rank_N[kept]
+            count_C = torch.bincount(code_N, minlength=len(parents) * max_width)
+            code_P = count_C.nonzero().flatten()
+            # what comes behind most_nodes of its own length is in no tree, nor is anything below it
+            code_P = code_P[count_C[code_P].sort(descending=True, stable=True).indices[: most_nodes - 1]].sort().values
+            paths = [parents[code // max_width] + (code % max_width,) for code in code_P.tolist()]
+            counted += [(-count, depth, path) for count, path in zip(count_C[code_P].tolist(), paths, strict=True)]
+            place_C = torch.full_like(count_C, -1)
+            place_C[code_P] = torch.arange(len(code_P))
+            parent_N = place_C[code_N]
+            row_N, parent_N = row_N[parent_N >= 0], parent_N[parent_N >= 0]
+            parents = paths
+        first = sorted(counted)[: most_nodes - 1]
+        return cls(tuple(path for _, _, path in first), tuple(-count / N for count, _, _ in first))
+
+    @classmethod
+    def by_product(cls, accuracy_KR: Sequence[Sequence[float]], most_nodes: int) -> "Growth":
+        """As the original Medusa code values a path: the product of how often each head is right at that rank.
+
+        accuracy_KR[k][r]: share of head k+1's labels that are its choice r. A path that is never right is not taken.
+        """
+        paths: list[Path] = []
+        shares: list[float] = []
+        waiting: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
+        while waiting and len(paths) < most_nodes:
+            value, depth, path = heapq.heappop(waiting)
+            paths.append(path)
+            shares.append(-value)
+            for rank, accuracy in enumerate(accuracy_KR[depth] if depth < len(accuracy_KR) else ()):
+                if accuracy > 0:
+                    heapq.heappush(waiting, (value * accuracy, depth + 1, path + (rank,)))
+        return cls(tuple(paths[1:]), tuple(shares[1:]))
+
+    @classmethod
+    def chain(cls, depth: int) -> "Growth":
+        """Best choices only, one below the other. How often they are right is not known."""
+        return cls(tuple((0,) * d for d in range(1, depth + 1)), (float("nan"),) * depth)
+
+    @property
+    def most_nodes(self) -> int:
+        return len(self.paths) + 1
+
+    def tree(self, num_nodes: int) -> Tree:
+        """Raises ValueError where fewer paths were ever right."""
+        if num_nodes > self.most_nodes:
+            raise ValueError(
+                f"a tree of {num_nodes} nodes needs {num_nodes - 1} paths, and on calibration text only "
+                f"{len(self.paths)} were ever right: ask for at most {self.most_nodes} nodes, allow a larger "
+                "max_width, or capture more conversations"
+            )
+        return Tree(self.paths[: num_nodes - 1])

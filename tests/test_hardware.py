@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ RTX = yaml.safe_load((conf_dir() / "hardware" / "rtx_pro_6000_x8.yaml").read_tex
         ("cycles.0.temperature", -1, "temperature is -1"),
         ("cycles.0.nodes", 4, "two cycles of"),
         ("gpus", -8, "gpus: expected a whole number"),
+        ("cycles.0.nodes", 1.5, r"cycles\[0\]: nodes, batch and context are whole numbers"),
+        ("allreduces.0.bytes", 57344, "two all-reduces of 57344 bytes"),
     ],
 )
 def test_missing_and_impossible_figures_are_refused(path, value, message):
@@ -56,3 +59,17 @@ def test_missing_and_impossible_figures_are_refused(path, value, message):
     with pytest.raises(Exception, match="hardware rtx_pro_6000_x8") as raised:
         build(node)
     assert raised.match(message)
+
+
+def test_an_all_reduce_of_any_size() -> None:
+    """By hand: 51 us for 14,336 bytes, 205 for 57,344."""
+    machine = build(RTX)
+    known = [machine.allreduce_us(size) for size in (1, 14336, 57344)]
+    assert known == [51, 51, 205]
+    assert machine.allreduce_us((14336 + 57344) / 2) == (51 + 205) / 2
+    assert machine.allreduce_us(57344 + 43008) == pytest.approx(205 + 154)  # the slope goes on
+    one = replace(machine, allreduces=machine.allreduces[:1])
+    assert one.allreduce_us(10**6) == 51
+    falling = replace(machine, allreduces=(replace(machine.allreduces[0], us=300), machine.allreduces[1]))
+    assert falling.allreduce_us(10**6) == 205  # a slope below 0 is noise
+    assert replace(machine, allreduces=()).allreduce_us(10**6) == 0

@@ -21,8 +21,14 @@ LAYERS = {
         *("data", "data.labels", "data.windows", "data.texts", "data.contents", "data.sampler", "data.datamodule"),
     ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
-    "maths": ["loss", "metrics", "tree", "replay", "ngram", "acceptance", "hardware", "served", "costs", "fp8_cost"],
-    "serving": ["serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"],
+    "maths": [
+        *("loss", "metrics", "tree", "replay", "ngram", "acceptance", "breakdown"),
+        *("hardware", "served", "cycle", "drafters", "verdict", "costs", "fp8_cost"),
+    ],
+    "serving": [
+        *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
+        "probing",
+    ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
         *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
@@ -41,7 +47,8 @@ LAYERS = {
         "cache_report",
     ],
     "entry points": [
-        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "__main__"),
+        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "probe"),
+        "__main__",
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}

@@ -1,3 +1,7 @@
+import random
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +11,19 @@ from medusa_k25.data.labels import IGNORE
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.metrics import MISS
 from medusa_k25.ngram import ngram_accepted
-from medusa_k25.replay import Acceptance, best_tree, future_ranks, interval, replay, walk
+from medusa_k25.replay import (
+    Acceptance,
+    Resampling,
+    best_tree,
+    between,
+    future_ranks,
+    grow,
+    grow_where_walks_stop,
+    replay,
+    require_length,
+    walk,
+    walk_all,
+)
 from medusa_k25.tree import Tree
 
 
@@ -24,7 +40,7 @@ def test_a_draft_that_is_the_last_token_leaves_no_place_for_the_targets_own():
 
 
 def test_an_answer_of_one_token_needs_no_pass():
-    assert walk([]).passes == 0
+    assert walk([]) == Acceptance()
 
 
 @given(st.lists(st.integers(0, 6), max_size=40))
@@ -33,6 +49,23 @@ def test_every_token_after_the_first_is_emitted_once(accepted):
     assert acceptance.emitted == len(accepted)
     assert acceptance.passes == sum(acceptance.accepted.values())
     assert acceptance.passes <= acceptance.emitted
+
+
+@given(st.lists(st.lists(st.integers(0, 6), max_size=30), max_size=8))
+def test_all_texts_at_once_are_walked_as_one_by_one(answers):
+    passes = walk_all([torch.tensor(accepted, dtype=torch.long) for accepted in answers])
+    walks = [walk(accepted) for accepted in answers]
+    assert passes.acceptance == sum(walks, Acceptance())
+    emitted_I, passes_I = passes.by_text()
+    assert emitted_I.tolist() == [one.emitted for one in walks]
+    assert passes_I.tolist() == [one.passes for one in walks]
+    for i, one in enumerate(walks):
+        assert passes.where(passes.text_P == i).acceptance == one
+    # every pass starts where the one before it stopped
+    for i, accepted in enumerate(answers):
+        own = passes.where(passes.text_P == i)
+        ends = (own.state_P + own.emitted_P).tolist()
+        assert own.state_P.tolist() + ends[-1:] == [0, *ends] if accepted else not ends
 
 
 @given(st.lists(st.lists(st.sampled_from([0, 1, MISS]), min_size=3, max_size=3), max_size=20))
@@ -82,19 +115,143 @@ def test_the_best_tree_is_chosen_on_all_answers_together():
         best_tree([], 3, 3)
 
 
+def test_a_path_counts_where_the_walk_stops():
+    # An easy stretch, where both heads are right from every state. As soon as head 1 is drafted, every other of these
+    # states is skipped: (0, 0) is right 3 times there, as often as (1,) in the hard text behind, and less than (2,)
+    easy, hard = [[0, 0]] * 6, [[1, 5]] * 3 + [[2, 5]] * 4
+    ranks_SK = torch.tensor([*easy, *hard, [5, 5], [5, MISS]])
+    assert grow([ranks_SK], 5, max_width=3).paths == ((0,), (0, 0), (2,), (1,))
+    growth = grow_where_walks_stop([ranks_SK], 5, max_width=3)
+    assert growth.paths == ((0,), (2,), (1,), (0, 0))
+    assert growth.shares[0] == 6 / 15  # where nothing is drafted yet, every state is one
+    assert growth.shares[1] == 4 / 12
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12), min_size=1, max_size=4)
+)
+def test_each_path_is_the_most_frequent_where_the_walk_before_it_stops(answers):
+    ranks = [torch.tensor(rows) for rows in answers]
+    growth = grow_where_walks_stop(ranks, 8, max_width=3)
+    for i in range(len(growth.paths)):
+        stops = []
+        for rows in answers:
+            state = 0
+            while state < len(rows):
+                stops.append(rows[state])
+                accepted = int(Tree(growth.paths[:i]).accepted(torch.tensor([rows[state]])))
+                state += accepted + 1
+        counts = Counter(row[:length] for row in stops for length in (1, 2) if max(row[:length]) < 3)
+        new = [count for path, count in counts.items() if path not in growth.paths[:i]]
+        assert counts[growth.paths[i]] == max(new)
+        assert growth.shares[i] == counts[growth.paths[i]] / len(stops)
+
+
 def test_acceptances_add_up():
     both = walk([2, 9, 9, 0, 5, 9]) + walk([1])
     assert both == Acceptance(2, 4, 7, {0: 1, 1: 1, 2: 2})
     assert both.passes_saved == 1 - 4 / 7
 
 
-def test_the_interval_encloses_the_mean_and_shrinks_with_more_answers():
-    walks = [walk([i % 3] * 12) for i in range(30)]
-    mean = sum(walks, Acceptance()).length
-    low, high = interval(walks)
-    assert low < mean < high
-    wider_low, wider_high = interval(walks[:6])
-    assert high - low < wider_high - wider_low
+def lengths_by_hand(documents, answers, seed):
+    """The plain bootstrap: for every draw a list of documents, for every document all its answers."""
+    names = list(dict.fromkeys(documents))
+    generator = torch.Generator().manual_seed(seed)
+    lengths = []
+    for drawn in torch.randint(len(names), (50, len(names)), generator=generator).tolist():
+        walks = [walk(a) for i in drawn for name, a in zip(documents, answers, strict=True) if name == names[i]]
+        lengths.append(sum(walks, Acceptance()).length)
+    return lengths
+
+
+def test_answers_of_one_document_are_drawn_together():
+    documents = ["a", "b", "a", "c", "d", "c"]
+    answers = [[0, 3, 0, 0, 1], [2, 0, 0], [0] * 9, [5, 5, 5], [0, 1], [1, 1]]
+    passes = walk_all([torch.tensor(accepted) for accepted in answers])
+    resampling = Resampling(documents, samples=50, seed=4)
+    assert resampling.lengths(passes).tolist() == pytest.approx(lengths_by_hand(documents, answers, seed=4), rel=1e-6)
+    low, high = resampling.interval(passes, 9)
+    assert low < passes.acceptance.length < high
+    assert Resampling(documents, samples=50, seed=4).interval(passes, 9) == (low, high)
+
+
+def test_the_interval_shrinks_with_more_documents_and_not_with_more_answers_of_one():
+    def width(answers, documents):
+        resampling = Resampling([str(i % documents) for i in range(answers)])
+        passes = walk_all([torch.full((12,), i % documents % 3) for i in range(answers)])
+        low, high = resampling.interval(passes, 9)
+        return high - low
+
+    assert width(30, 30) < width(6, 6) * 0.6
+    assert width(30, 6) == pytest.approx(width(6, 6))
+
+
+def test_the_difference_of_two_predictors_is_known_better_than_either():
+    resampling = Resampling([str(i) for i in range(40)])
+    one = walk_all([torch.full((12,), i % 4) for i in range(40)])
+    other = walk_all([torch.full((12,), i % 4 + 1) for i in range(40)])
+    low, high = between(resampling.lengths(other) - resampling.lengths(one))
+    own_low, own_high = resampling.interval(one, 9)
+    assert 0 < low < high
+    assert high - low < (own_high - own_low) / 2
+    assert between(resampling.lengths(one) / resampling.lengths(one)) == (1.0, 1.0)
+
+
+def test_one_document_says_nothing_about_others():
+    passes = walk_all([torch.tensor([1, 1, 1]), torch.tensor([0, 0])])
+    assert Resampling(["a", "a"]).interval(passes, 5) == (1.0, 5.0)
+
+
+@pytest.mark.parametrize("length", [0.99, 0.0, -1.0, float("nan"), float("inf")])
+def test_an_acceptance_length_that_cannot_be_is_refused(length):
+    with pytest.raises(ValueError, match="some drafter: an acceptance length of .*; expected 1 or more"):
+        require_length(length, "some drafter")
+    assert require_length(1.0, "some drafter") == 1.0
+
+
+def test_sampled_text_tells_what_a_server_accepts_at_its_temperature_and_greedy_text_does_not():
+    """The target is a Markov chain of 5 tokens. The drafts below a root are the two likeliest tokens that follow it.
+
+    The server keeps a draft with the probability that the target gives it, else it takes one of the other tokens.
+    """
+    draws = random.Random(0)
+    logits_VV = torch.randn(5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    target = logits_VV.softmax(dim=1).tolist()  # at temperature 1
+    likeliest = logits_VV.argmax(dim=1).tolist()
+    tokens = range(5)
+
+    def drafts(root: int) -> list[int]:
+        return [likeliest[root], likeliest[likeliest[root]]]
+
+    def other_than(draft: int, root: int) -> int:
+        return draws.choices(tokens, [0.0 if token == draft else target[root][token] for token in tokens])[0]
+
+    emitted, token, num_passes = 0, 0, 30_000
+    for _ in range(num_passes):
+        for draft in drafts(token):
+            kept = draws.random() < target[token][draft]
+            token = draft if kept else other_than(draft, token)
+            emitted += 1
+            if not kept:
+                break
+        else:
+            token = draws.choices(tokens, target[token])[0]
+            emitted += 1
+    served = emitted / num_passes
+
+    def replayed(next_token: Callable[[int], int]) -> float:
+        text = [0]
+        while len(text) < 60_000:
+            text.append(next_token(text[-1]))
+        accepted = [
+            0 if drafts(root)[0] != first else 1 if drafts(root)[1] != second else 2
+            for root, first, second in zip(text, text[1:], text[2:], strict=False)
+        ]
+        return walk_all([torch.tensor(accepted)]).acceptance.length
+
+    assert served < 2
+    assert replayed(lambda root: draws.choices(tokens, target[root])[0]) == pytest.approx(served, abs=0.02)
+    assert replayed(lambda root: likeliest[root]) == pytest.approx(3, abs=1e-3)
 
 
 #        position: 0  1  2  3  4  5  6  7  8

@@ -15,14 +15,15 @@ from medusa_k25.tree import Tree
 def evaluation():
     def row(predictor, accepted, tree):
         acceptance = walk(accepted)
-        return Row(predictor, 9, tree, acceptance, acceptance, (acceptance.length - 0.1, acceptance.length + 0.1))
+        interval = (acceptance.length - 0.1, acceptance.length + 0.1)
+        return Row(predictor, 9, tree, acceptance, acceptance, interval, interval, acceptance)
 
     rows = [
         row("n-gram lookup", [0, 1, 0, 0], None),
-        row("untrained heads, tree", [0, 0, 0, 0], Tree.chain(1)),
         row("heads, tree", [1, 1, 1, 1], Tree([[0], [1]])),
     ]
-    return Evaluation(answers=1, loops=0, rows=rows, accuracy_KR=[[0.4, 0.5, 0.6, 0.7, 0.8], [0.2, 0.3, 0.4, 0.5, 0.6]])
+    accuracy_KR = [[0.4, 0.5, 0.6, 0.7, 0.8], [0.2, 0.3, 0.4, 0.5, 0.6]]
+    return Evaluation(answers=1, loops=0, rows=rows, accuracy_KR=accuracy_KR, labels_K=[4, 3], trees=[])
 
 
 def test_the_table_shows_every_predictor(evaluation):
@@ -55,7 +56,7 @@ def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, evaluati
     assert "step &lt;1&gt;" in page
     assert not re.search(r"""(src|href)=["'](?!#)""", page.replace('xlink:href="#', ""))
     assert "heads, tree:           2.000 (1.900 to 2.100), 50.0% of the passes saved" in summary(tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["evaluate"]["rows"][2]["tree"] == [[0], [1]]
+    assert json.loads((tmp_path / "report.json").read_text())["evaluate"]["rows"][1]["tree"] == [[0], [1]]
 
 
 def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evaluation):
@@ -85,7 +86,7 @@ def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evalua
 def test_accepted_drafts_by_head_come_from_the_passes_of_the_tree(evaluation):
     rows = json.loads(json.dumps(evaluation.as_json()))["rows"]
     assert accepted_by_head(rows, 9) == [1.0]
-    rows[2]["every"] |= {"accepted": {"0": 5, "1": 2, "2": 1}, "passes": 8}
-    rows[2]["tree"] = [[0], [1], [0, 0], [0, 0, 0]]
+    rows[1]["every"] |= {"accepted": {"0": 5, "1": 2, "2": 1}, "passes": 8}
+    rows[1]["tree"] = [[0], [1], [0, 0], [0, 0, 0]]
     assert accepted_by_head(rows, 9) == [3 / 8, 1 / 8, 0.0]
     assert accepted_by_head(rows, 5) == []

@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_k25.chat import ChatMarks
+from medusa_k25.chat import ChatMarks, think_ids_of
 from medusa_k25.conversations import prompt_key
 from medusa_k25.data.splits import SPLITS, split_of
-from medusa_k25.data.texts import texts_of_cache, texts_of_conversations
+from medusa_k25.data.texts import (
+    Text,
+    answer_at_of,
+    temperature_note,
+    temperatures_of,
+    texts_of_cache,
+    texts_of_conversations,
+)
 from medusa_k25.data.windows import all_runs, documents_of, future_of
 from tests.tiny import cache_of, random_prompts
 
@@ -95,3 +102,64 @@ def test_a_loop_is_told(tmp_path):
     (text,) = [text for some in texts.values() for text in some]
     assert not text.loops
     assert replace(text, ids_T=torch.tensor([1] + [4, 5] * 30)).loops
+
+
+OPEN, CLOSE = 90, 91
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        ([1, OPEN], [5, 6, CLOSE, 7, 8], 3),  # Kimi-K2.5's prompt opens the thoughts
+        ([1, OPEN, 2], [5, 6, CLOSE], 3),  # and others add a line break
+        ([1, OPEN], [5, 6, 7], 3),  # the limit came first: all thoughts
+        ([1], [OPEN, 5, CLOSE, 7], 3),
+        ([1], [OPEN, 5, 6], 3),
+        ([1, OPEN, CLOSE], [5, 6, 7], 0),  # instant mode
+        ([OPEN, 3, CLOSE, 1], [5, 6], 0),  # thoughts of an earlier turn
+        ([1], [5, 6], 0),
+    ],
+)
+def test_thoughts_go_up_to_their_end(prompt, answer, expected):
+    ids_T = torch.tensor(prompt + answer)
+    assert answer_at_of(ids_T, len(prompt), (OPEN, CLOSE)) == expected
+    assert answer_at_of(ids_T, len(prompt), None) == 0
+
+
+def test_every_source_tells_where_the_answer_begins(tiny_k25, tiny_llama, tmp_path):
+    rows = [ROW | {"id": "a", "group": None, "prompt_ids": [1, OPEN], "answer_ids": [5, CLOSE, 7]}]
+    texts = texts_of_conversations(write_rows(tmp_path / "answers.jsonl", rows), None, (OPEN, CLOSE))
+    assert [text.answer_at for some in texts.values() for text in some] == [2]
+
+    marks = ChatMarks.of(tiny_k25)
+    ids = think_ids_of(marks.tokenizer)
+    assert ids is not None and marks.thinking[-1] == ids[0] and marks.instant[-2:] == ids
+    turn = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}]
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": turn}])
+    texts = texts_of_conversations(path, marks, ids)
+    (text,) = [text for some in texts.values() for text in some]
+    # the template strips the thoughts of an answer, and what is left opens with <think></think>
+    assert text.answer_at == int((text.answer_T == ids[1]).any())
+
+    cache = cache_of(tiny_llama, tmp_path / "cache", num_documents=6)
+    plain = [text for split in SPLITS for text in texts_of_cache(cache, split)]
+    closes = int(plain[0].answer_T[4])
+    marked = [text for split in SPLITS for text in texts_of_cache(cache, split, (0, closes))]
+    assert marked[0].answer_at == int((plain[0].answer_T == closes).nonzero()[0]) + 1
+    assert {text.answer_at for text in plain} == {0}
+
+
+def test_text_of_another_temperature_is_told(tmp_path):
+    def texts(*temperatures):
+        text = Text(torch.arange(5), 1, "a", None, None, None)
+        return [replace(text, temperature=temperature) for temperature in temperatures]
+
+    assert temperatures_of(texts(0.6, 0.6, None)) == {0.6, None}
+    assert temperature_note(texts(0.6, 0.6), 0.6) is None
+    for temperatures, serving, said in (
+        ([0.0], 0.6, "sampled at temperature 0, not at the 0.6 asked for"),
+        ([0.0, 1.0, None], 1.0, "at temperature 0, 1 and an unknown temperature, not at the 1"),
+    ):
+        note = temperature_note(texts(*temperatures), serving)
+        assert note is not None
+        assert said in note

@@ -472,14 +472,17 @@ def test_checkpoints_hold_neither_lm_head_nor_anything_frozen(config, tmp_path, 
 def test_trained_heads_beat_untrained_ones_in_the_report(config, cache, tiny_k25, tmp_path):
     training.train(config("trainer.max_steps=40"))
     best = load_heads(find_checkpoint(tmp_path / "run/checkpoints", "best"))
-    untrained = type(best.heads)(tiny_k25.hidden_size)
     lm_head_MD = best.vocabulary.rows(tiny_k25.lm_head).float()
-    evaluation = Evaluator([2, 5, 9], 8, 4).run(cache, best.heads, untrained, best.vocabulary, lm_head_MD)
-    trained, before = evaluation.row("heads, tree", 9), evaluation.row("untrained heads, tree", 9)
+
+    def evaluate(heads):
+        return Evaluator([2, 3, 5], 8, 4).of_cache(cache, heads, best.vocabulary, lm_head_MD)
+
+    evaluation, untrained = evaluate(best.heads), evaluate(type(best.heads)(tiny_k25.hidden_size))
+    trained, before = evaluation.row("heads, tree", 5), untrained.row("heads, tree", 5)
     assert trained.every.length > before.every.length > 1
     assert evaluation.row("heads, chain", 5).every.emitted == trained.every.emitted
     for predictor in ("heads, tree", "n-gram lookup"):
-        lengths = [evaluation.row(predictor, n).every.length for n in (2, 5, 9)]
+        lengths = [evaluation.row(predictor, n).every.length for n in (2, 3, 5)]
         assert lengths == sorted(lengths)
     assert all(head == sorted(head) for head in evaluation.accuracy_KR)
 

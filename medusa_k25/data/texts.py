@@ -5,7 +5,7 @@ They come from a cache or from a file of conversations, in the same splits.
 Letters: T tokens, S states of one answer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ class Text:
     start tokens has S = A - 1 states to draft from: state s has the root ids_T[start + s] and ends where the root does.
     document: the conversation's id; answers of one conversation are resampled together.
     temperature: at which the answer was sampled, 0 greedy, None unknown.
+    answer_at: tokens of the answer that are thoughts, up to and with the </think>; 0 where it has none.
     """
 
     ids_T: Tensor
@@ -38,6 +39,7 @@ class Text:
     group: str | None
     label: str | None
     temperature: float | None
+    answer_at: int = 0
 
     @property
     def num_states(self) -> int:
@@ -53,7 +55,48 @@ class Text:
         return ends_in_loop(self.answer_T.tolist())
 
 
-def texts_of_cache(cache: Cache, split: Split) -> list[Text]:
+ThinkIds = tuple[int, int]  # the tokens <think> and </think>
+
+
+def answer_at_of(ids_T: Tensor, start: int, think_ids: ThinkIds | None) -> int:
+    """How many tokens of the answer from `start` on are thoughts, up to and with the </think>; see `Text`.
+
+    A prompt may have opened them, as Kimi-K2.5's does, and closed them again (instant mode). Thoughts that the answer
+    never closes are all of it.
+    """
+    if think_ids is None:
+        return 0
+    opens, closes = think_ids
+    closed = (ids_T[start:] == closes).nonzero().flatten()
+    if len(closed):
+        return int(closed[0]) + 1
+    marks = ids_T[torch.isin(ids_T, torch.tensor(think_ids))]
+    return len(ids_T) - start if len(marks) and int(marks[-1]) == opens else 0
+
+
+def temperatures_of(texts: Iterable[Text]) -> set[float | None]:
+    """At which the answers were sampled; 0 greedy, None unknown."""
+    return {text.temperature for text in texts}
+
+
+def temperature_note(texts: Iterable[Text], serving: float) -> str | None:
+    """What to say where the answers were not sampled at the temperature they will be served at; None where they were.
+
+    Replay is unbiased for the temperature of the text alone (see `replay`).
+    """
+    found = temperatures_of(texts)
+    if found <= {serving}:
+        return None
+    named = ", ".join(f"{t:g}" for t in sorted(t for t in found if t is not None))
+    known = f"temperature {named}" if named else ""
+    unknown = "an unknown temperature" if None in found else ""
+    return (
+        f"the answers were sampled at {' and '.join(filter(None, [known, unknown]))}, not at the {serving:g} asked "
+        "for: acceptance there may be another; generate answers at that temperature to know"
+    )
+
+
+def texts_of_cache(cache: Cache, split: Split, think_ids: ThinkIds | None = None) -> list[Text]:
     """Every answer of a split with at least two tokens, in the order of `windows.all_runs`: ranks line up with it."""
     texts = []
     for document in documents_of(cache, split):
@@ -69,12 +112,15 @@ def texts_of_cache(cache: Cache, split: Split) -> list[Text]:
                     document.group,
                     document.label,
                     document.sampling.get("temperature"),
+                    answer_at_of(ids_T[:stop], first_root, think_ids),
                 )
             )
     return texts
 
 
-def texts_of_conversations(path: Path, marks: ChatMarks | None) -> dict[Split, list[Text]]:
+def texts_of_conversations(
+    path: Path, marks: ChatMarks | None, think_ids: ThinkIds | None = None
+) -> dict[Split, list[Text]]:
     """The answers of a .jsonl file, by split.
 
     A row is what `generate` writes, or {"messages": [...]} with the answers in it, which is rendered with `marks`: the
@@ -87,7 +133,7 @@ def texts_of_conversations(path: Path, marks: ChatMarks | None) -> dict[Split, l
     if first is None:
         raise ValueError(f"{path} holds no conversation; expected a row for each")
     has_ids = not isinstance(first, Mapping) or "messages" not in first or {"answer_ids", "error"} & first.keys()
-    found = list(_generated(path) if has_ids else _rendered(path, marks))
+    found = list(_generated(path, think_ids) if has_ids else _rendered(path, marks, think_ids))
     splits = [SPLITS.index(split_of(text.group, key)) for key, text in found]
     reported: dict[str, int] = {}
     for (key, _), split in zip(found, splits, strict=True):
@@ -99,7 +145,7 @@ def texts_of_conversations(path: Path, marks: ChatMarks | None) -> dict[Split, l
     return texts
 
 
-def _generated(path: Path) -> Iterator[tuple[str, Text]]:
+def _generated(path: Path, think_ids: ThinkIds | None) -> Iterator[tuple[str, Text]]:
     """(hash of the prompt, text) of the rows that `generate` has answered."""
     for row in read_conversations(path):
         if "error" not in row:
@@ -108,11 +154,19 @@ def _generated(path: Path) -> Iterator[tuple[str, Text]]:
             start = len(row["prompt_ids"])
             yield (
                 prompt_key(row["prompt_ids"]),
-                Text(ids_T, start, row["id"], row["group"], row["label"], temperature),
+                Text(
+                    ids_T,
+                    start,
+                    row["id"],
+                    row["group"],
+                    row["label"],
+                    temperature,
+                    answer_at_of(ids_T, start, think_ids),
+                ),
             )
 
 
-def _rendered(path: Path, marks: ChatMarks | None) -> Iterator[tuple[str, Text]]:
+def _rendered(path: Path, marks: ChatMarks | None, think_ids: ThinkIds | None) -> Iterator[tuple[str, Text]]:
     """(hash of the first prompt, text) of every answer in rows of {"messages"}."""
     if marks is None:
         raise ValueError(f"{path} holds messages without token ids: name the target's tokenizer, tokenizer=FOLDER")
@@ -130,4 +184,6 @@ def _rendered(path: Path, marks: ChatMarks | None) -> Iterator[tuple[str, Text]]
         key = prompt_key(ids_T[: int(spans[0][0])].tolist())
         id, group = str(row.get("id", f"row {number + 1}")), row.get("group", row.get("topic"))
         for start, stop in spans:
-            yield key, Text(ids_T[: int(stop)].int(), int(start), id, group, row.get("label"), None)
+            text_T = ids_T[: int(stop)].int()
+            answer_at = answer_at_of(text_T, int(start), think_ids)
+            yield key, Text(text_T, int(start), id, group, row.get("label"), None, answer_at)

@@ -1,0 +1,432 @@
+"""What a verify pass costs on a machine, and from which acceptance length on speculation pays there.
+
+A pass that was measured costs what was measured. Any other one is put together from its parts: what the GPUs read (the
+weights, and of an MoE the experts that n tokens wake), the all-reduces of tensor parallelism, the machine's fixed
+share, and drafting; and the sum is moved so that it passes through the nearest measured pass.
+
+    tokens/s of one request = acceptance length / cycle
+    break-even acceptance length = cycle x tokens/s without speculation
+
+"Place" is what a pass costs for, besides its number of nodes: (batch, context, temperature).
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, log
+
+from medusa_k25.hardware import Hardware, Point
+from medusa_k25.served import Served
+
+# Tokens of one text agree on experts: 4 of them were reported to wake 2.5 times the experts of one, where independent
+# ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
+CORRELATION = 0.672
+DEFAULT_CONTEXT = 1024
+ITEM_BYTES = 2  # of a state in an all-reduce, bf16
+
+MEASURED, ASSUMED, INTERPOLATED, EXTRAPOLATED, FROM_PARTS = (
+    *("measured", "assumed", "interpolated", "extrapolated"),
+    "from parts",
+)
+ALL_REDUCES = "all-reduces"
+EXPERTS = "experts"
+
+# What tuning an all-reduce gave others on 8 GPUs over PCIe, at 32 KB.
+TUNED_US, UNTUNED_US, TUNED_BYTES = 26.0, 48.0, 32768
+
+Place = tuple[int, int, float]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One pass, drafting included. Milliseconds.
+
+    ms takes the experts that tokens of one text wake; low_ms and high_ms are the lower and the higher of this and of
+    tokens that choose independently (an upper bound of the experts). A measured pass needs neither.
+    parts: of the pass as the model puts it together, whatever was measured; they need not add up to ms.
+    assumed: what went in that nobody has measured here, a datasheet's figures apart.
+    """
+
+    nodes: int
+    batch: int
+    context: int
+    temperature: float
+    ms: float
+    low_ms: float
+    high_ms: float
+    basis: str  # measured, assumed (a point that is), interpolated, extrapolated or "from parts"
+    parts: Mapping[str, float]
+    notes: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Length:
+    """An acceptance length and its interval: tokens that a pass emits, the target's own included."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.high) and 1 <= self.low <= self.mean <= self.high):
+            raise ValueError(
+                f"acceptance length {self.mean:g} ({self.low:g} to {self.high:g}): expected 1 <= low <= mean <= high; "
+                "every pass emits the target's own token, which counts"
+            )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of one request; low and high take the intervals of both the length and the cycle."""
+
+    nodes: int
+    length: Length
+    cycle: Cycle
+    tok_s: float
+    low_tok_s: float
+    high_tok_s: float
+    baseline_tok_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.tok_s / self.baseline_tok_s
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """The acceptance length from which speculation pays at one number of nodes and one place."""
+
+    nodes: int
+    batch: int
+    context: int
+    temperature: float
+    length: float
+    low: float  # with the lower and the higher cost of the pass
+    high: float
+    cycle_ms: float
+    baseline_tok_s: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class Lever:
+    """What faster all-reduces would do to one pass: another way to the break-even than better heads.
+
+    Passes without speculation get faster, too: break_even is against those, break_even_today against today's.
+    """
+
+    name: str
+    cycle_ms: float
+    baseline_tok_s: float
+    break_even: float
+    break_even_today: float
+
+
+@dataclass(frozen=True)
+class BestNodes:
+    """best: of points, the one with the most tokens a second, and of equals the smallest."""
+
+    best: Speed
+    points: tuple[Speed, ...]  # by nodes
+
+
+@dataclass(frozen=True)
+class CycleModel:
+    hardware: Hardware
+    served: Served
+
+    def cycle(
+        self,
+        nodes: int,
+        batch: int = 1,
+        context: int = DEFAULT_CONTEXT,
+        temperature: float = 0.0,
+        draft_ms: float = 0.0,
+    ) -> Cycle:
+        """`draft_ms`: of one drafting; not added where a measured pass with drafts is the base, which has it inside."""
+        _require_pass(nodes, batch, context, temperature)
+        if not (isfinite(draft_ms) and draft_ms >= 0):
+            raise ValueError(f"drafting takes {draft_ms} ms: expected a number, 0 or more")
+        draft_ms = draft_ms if nodes > 1 else 0.0
+        parts = self.parts(nodes, batch, context)
+        notes = self._notes(nodes, batch)
+        points = self._points()
+        if not points:
+            high = sum(self.parts(nodes, batch, context, independent=True).values()) + draft_ms
+            ms = sum(parts.values()) + draft_ms
+            return Cycle(
+                *(nodes, batch, context, temperature, ms, min(ms, high), max(ms, high), FROM_PARTS),
+                parts | {"drafting": draft_ms},
+                tuple(notes),
+                self._assumed(),
+            )
+
+        place = _nearest(points, batch, context, temperature)
+        series = [point for point in points if _place(point) == place]
+        base = _base(series, nodes)
+        if len(base) == 1 and base[0].nodes == 1 < nodes:
+            notes.append("no pass with drafts was measured: drafting comes on top")
+        else:
+            draft_ms = 0.0
+        ms, other = (self._from(base, nodes, batch, context, independent) + draft_ms for independent in (False, True))
+        here = place[:2] == (batch, context)
+        if not here:
+            notes.append(
+                f"batch {batch} with {context:,} tokens of context was not measured: it differs from batch {place[0]} "
+                f"with {place[1]:,} by what the parts say"
+            )
+        if place[2] != temperature:
+            notes.append(f"temperature {temperature:g} was not measured: passes at {place[2]:g} are taken")
+        if here and place[2] == temperature and base[0].nodes == nodes:
+            basis = MEASURED if base[0].basis == MEASURED else ASSUMED
+        elif here and place[2] == temperature and len(base) == 2:
+            basis = INTERPOLATED
+        else:
+            basis = EXTRAPOLATED
+        if len(base) == 1 and base[0].nodes != nodes:
+            notes.append(f"a pass of {nodes} nodes: the nearest that was measured has {base[0].nodes}")
+        assumed = tuple(f"a pass of {p.nodes} nodes takes {p.ms:g} ms: {p.source}" for p in base if p.basis == ASSUMED)
+        if basis == EXTRAPOLATED:
+            assumed += self._assumed()
+        low, high = min(ms, other), max(ms, other)
+        return Cycle(nodes, batch, context, temperature, ms, low, high, basis, parts, tuple(notes), assumed)
+
+    def parts(self, nodes: int, batch: int, context: int, independent: bool = False) -> dict[str, float]:
+        """Milliseconds of a pass by part, drafting apart.
+
+        `independent`: tokens choose experts independently of each other; else as tokens of one text do.
+        """
+        machine, served = self.hardware, self.served
+        gpus = max(machine.gpus, 1)
+        tokens = nodes * batch
+        of_one_per_ms = machine.bandwidth_tb_s.value * 1e12 * machine.bandwidth_share.value / 1000
+        read = {
+            "weights": served.fixed_bytes / (of_one_per_ms * gpus),
+            EXPERTS: served.routed_bytes(tokens if independent else batch * nodes**CORRELATION)
+            / (of_one_per_ms * gpus),
+            "context": batch * context * served.kv_bytes_of_rank(machine.gpus) / of_one_per_ms,
+        }
+        flops = machine.bf16_tflops.value * 1e12 * machine.train_share.value * gpus
+        products_ms = 2 * served.active_parameters * tokens / flops * 1000
+        allreduce_us = machine.allreduce_us(tokens * served.hidden_size * ITEM_BYTES) if gpus > 1 else 0.0
+        return {
+            "fixed": machine.fixed_ms.value,
+            **read,
+            "products beyond reading": max(0.0, products_ms - sum(read.values())),
+            ALL_REDUCES: served.allreduces * allreduce_us / 1000,
+        }
+
+    def baseline_tok_s(
+        self, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0, plain_ms: float | None = None
+    ) -> float:
+        """Tokens a second of one request without speculation: the machine's figure, where it is for this place."""
+        figure = self.hardware.baseline_tok_s
+        if figure is not None and (batch, context, temperature) == (1, DEFAULT_CONTEXT, 0.0):
+            return figure.value
+        return 1000 / self.cycle(1, batch, context, temperature).ms
+
+    def break_even(
+        self,
+        nodes: int,
+        batch: int = 1,
+        context: int = DEFAULT_CONTEXT,
+        temperature: float = 0.0,
+        draft_ms: float = 0.0,
+    ) -> BreakEven:
+        cycle = self.cycle(nodes, batch, context, temperature, draft_ms)
+        baseline = self.baseline_tok_s(batch, context, temperature)
+        length, low, high = (ms * baseline / 1000 for ms in (cycle.ms, cycle.low_ms, cycle.high_ms))
+        return BreakEven(nodes, batch, context, temperature, length, low, high, cycle.ms, baseline, cycle.basis)
+
+    def needed_cycle_ms(
+        self, length: float, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0
+    ) -> float:
+        """The longest cycle at which this acceptance length still pays."""
+        return 1000 * length / self.baseline_tok_s(batch, context, temperature)
+
+    def speed(
+        self,
+        nodes: int,
+        length: Length,
+        batch: int = 1,
+        context: int = DEFAULT_CONTEXT,
+        temperature: float = 0.0,
+        draft_ms: float = 0.0,
+    ) -> Speed:
+        cycle = self.cycle(nodes, batch, context, temperature, draft_ms)
+        return Speed(
+            nodes,
+            length,
+            cycle,
+            tok_s=tokens_per_s(length.mean, cycle.ms),
+            low_tok_s=tokens_per_s(length.low, cycle.high_ms),
+            high_tok_s=tokens_per_s(length.high, cycle.low_ms),
+            baseline_tok_s=self.baseline_tok_s(batch, context, temperature),
+        )
+
+    def best_under_cost(
+        self,
+        lengths: Mapping[int, Length],
+        batch: int = 1,
+        context: int = DEFAULT_CONTEXT,
+        temperature: float = 0.0,
+        draft_ms: float = 0.0,
+    ) -> BestNodes:
+        """Of trees by their nodes, the one with the most tokens a second, which seldom is the one that accepts most."""
+        if not lengths:
+            raise ValueError("no acceptance length to choose from; give one for at least one number of nodes")
+        points = [self.speed(nodes, lengths[nodes], batch, context, temperature, draft_ms) for nodes in sorted(lengths)]
+        return BestNodes(max(points, key=lambda point: (point.tok_s, -point.nodes)), tuple(points))
+
+    def faster_allreduces(
+        self,
+        nodes: int,
+        share: float = TUNED_US / UNTUNED_US,
+        batch: int = 1,
+        context: int = DEFAULT_CONTEXT,
+        temperature: float = 0.0,
+        draft_ms: float = 0.0,
+    ) -> Lever:
+        """With all-reduces that take `share` of their time."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"faster all-reduces take a share of their time, 0 to 1, got {share}")
+        cycle = self.cycle(nodes, batch, context, temperature, draft_ms)
+        plain = self.cycle(1, batch, context, temperature)
+        today = self.baseline_tok_s(batch, context, temperature)
+        saved, plain_saved = ((1 - share) * each.parts[ALL_REDUCES] for each in (cycle, plain))
+        cycle_ms = max(cycle.ms - saved, cycle.parts["fixed"])
+        baseline = 1000 / max(1000 / today - plain_saved, plain.parts["fixed"])
+        return Lever(
+            name=f"all-reduces in {share:.0%} of their time",
+            cycle_ms=cycle_ms,
+            baseline_tok_s=baseline,
+            break_even=cycle_ms * baseline / 1000,
+            break_even_today=cycle_ms * today / 1000,
+        )
+
+    def _points(self) -> list[Point]:
+        """The measured passes; and the baseline's tokens a second as one, where none like it was measured."""
+        machine = self.hardware
+        points, figure = list(machine.cycles), machine.baseline_tok_s
+        if figure is not None and not any((p.nodes, p.batch) == (1, 1) for p in points):
+            ms = 1000 / figure.value
+            points.append(Point(1, 1, DEFAULT_CONTEXT, 0.0, ms, figure.basis, figure.source))
+        return points
+
+    def _from(self, base: list[Point], nodes: int, batch: int, context: int, independent: bool) -> float:
+        """A pass of `base` (or one between two of them), moved by the parts to these nodes, batch and context.
+
+        A dearer pass costs as much more as the parts say; a cheaper one as many times less, which stays above 0.
+        """
+
+        def total(nodes: int, batch: int, context: int) -> float:
+            return sum(self.parts(nodes, batch, context, independent).values())
+
+        first = base[0]
+        if len(base) == 2:
+            ms = first.ms + (base[1].ms - first.ms) * (nodes - first.nodes) / (base[1].nodes - first.nodes)
+            known = total(nodes, first.batch, first.context)
+        else:
+            ms, known = first.ms, total(first.nodes, first.batch, first.context)
+        asked = total(nodes, batch, context)
+        return ms + (asked - known) if asked >= known else ms * asked / known
+
+    def _notes(self, nodes: int, batch: int) -> list[str]:
+        known, message = self.hardware.allreduces, nodes * batch * self.served.hidden_size * ITEM_BYTES
+        if known and self.hardware.gpus > 1 and message > known[-1].bytes:
+            return [
+                f"all-reduces of {message:,} bytes are beyond the largest that is known ({known[-1].bytes:,.0f}): its "
+                "slope is taken to go on"
+            ]
+        return []
+
+    def _assumed(self) -> tuple[str, ...]:
+        """The machine's figures that are assumed and that parts are made of."""
+        machine = self.hardware
+        figures = [
+            ("memory bandwidth, TB/s", machine.bandwidth_tb_s),
+            ("share of the memory bandwidth that is reached", machine.bandwidth_share),
+            ("fixed share of a pass, ms", machine.fixed_ms),
+        ]
+        found = [f"{name}: {figure.value:g}, {figure.source}" for name, figure in figures if figure.basis == ASSUMED]
+        found += [
+            f"an all-reduce of {latency.bytes:,.0f} bytes takes {latency.us:g} us: {latency.source}"
+            for latency in machine.allreduces
+            if latency.basis == ASSUMED
+        ]
+        if self.served.experts:
+            found.append(
+                f"{CORRELATION} as the exponent with which tokens of one text wake experts: one report of 4 tokens"
+            )
+        return tuple(found)
+
+
+def tokens_per_s(length: float, cycle_ms: float) -> float:
+    """Of one request. ValueError for an acceptance length below 1: a pass emits a token at least."""
+    if not length >= 1:
+        raise ValueError(f"acceptance length {length:g}: expected 1 or more, a pass emits the target's own token")
+    return 1000 * length / cycle_ms
+
+
+def heads_draft_ms(
+    hardware: Hardware,
+    served: Served,
+    num_heads: int,
+    num_blocks: int = 1,
+    draft_vocab_size: int | None = None,
+    sequential: bool = False,
+) -> float:
+    """Drafting with Medusa heads that share an lm_head: every rank reads all blocks and its part of the lm_head.
+
+    The ranks then gather their best tokens, once or, for `sequential` heads that read each other's drafts, once a
+    depth; a gather is taken to take what an all-reduce of as many states as there are heads does.
+    """
+    D, gpus = served.hidden_size, max(hardware.gpus, 1)
+    blocks = 2 * num_heads * num_blocks * D * (D + 1)
+    lm_head = 2 * D * (draft_vocab_size or served.vocab_size) / gpus
+    per_ms = hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value / 1000
+    gather_ms = hardware.allreduce_us(num_heads * D * ITEM_BYTES) / 1000 if gpus > 1 else 0.0
+    depths = num_heads if sequential else 1
+    return (blocks + depths * lm_head) / per_ms + depths * gather_ms
+
+
+def model_draft_ms(hardware: Hardware, served: Served, read_bytes: float, steps: int, layers: int = 1) -> float:
+    """Drafting with a small model that the ranks share: `steps` passes, each of which reads `read_bytes` over all ranks
+    and makes an all-reduce behind attention and MLP of each of its `layers`, and one gather."""
+    gpus = max(hardware.gpus, 1)
+    per_ms = hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value * gpus / 1000
+    message_us = hardware.allreduce_us(served.hidden_size * ITEM_BYTES) if gpus > 1 else 0.0
+    return steps * (read_bytes / per_ms + (2 * layers + 1) * message_us / 1000)
+
+
+def _require_pass(nodes: int, batch: int, context: int, temperature: float) -> None:
+    if min(nodes, batch, context) < 1:
+        raise ValueError(f"a pass of {nodes} nodes, batch {batch}, context {context}: expected 1 or more of each")
+    if not (isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature {temperature}: expected 0 (greedy) or more")
+
+
+def _place(point: Point) -> Place:
+    return point.batch, point.context, point.temperature
+
+
+def _nearest(points: list[Point], batch: int, context: int, temperature: float) -> Place:
+    """Where passes were measured: at the nearest temperature, rather below than above, and there the nearest."""
+
+    def distance(place: Place) -> tuple[float, bool, float]:
+        above = place[0] > batch or place[1] > context
+        return abs(place[2] - temperature), above, abs(log(place[0] / batch)) + abs(log(place[1] / context))
+
+    return min((_place(point) for point in points), key=distance)
+
+
+def _base(series: list[Point], nodes: int) -> list[Point]:
+    """The point of `nodes`, else the two around it, else the nearest."""
+    series = sorted(series, key=lambda point: point.nodes)
+    after = bisect_left([point.nodes for point in series], nodes)
+    if after < len(series) and series[after].nodes == nodes:
+        return [series[after]]
+    if 0 < after < len(series):
+        return series[after - 1 : after + 1]
+    return [series[min(after, len(series) - 1)]]

@@ -1,0 +1,181 @@
+"""Predictors on texts: what a row holds, heads beside a lookup, trees of all sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medusa_k25.acceptance import (
+    Evaluator,
+    HeadsBesideLookup,
+    HeadsTree,
+    NgramLookup,
+    Replayed,
+    Share,
+    accuracy,
+    has_label,
+    product_growth,
+    tree_sizes,
+)
+from medusa_k25.data.texts import Text, texts_of_cache
+from medusa_k25.data.windows import documents_of, future_of, runs_of
+from medusa_k25.metrics import MISS
+from medusa_k25.replay import Acceptance, grow, walk
+from medusa_k25.tree import Growth
+from tests.tiny import cache_of
+
+K = 3
+
+
+def made_up(seed: int, count: int, states: int = 30) -> tuple[list[Text], dict[Text, torch.Tensor]]:
+    """Texts, two of a document, and ranks of their labels that are small mostly and never beyond an answer's end."""
+    generator = torch.Generator().manual_seed(seed)
+    texts, ranks = [], {}
+    for i in range(count):
+        S = states + i
+        ids_T = torch.randint(0, 9, (S + 3,), generator=generator, dtype=torch.int32)
+        text = Text(ids_T, 2, f"document {seed}-{i // 2}", f"topic {i % 3}", None, 0.0)
+        ranks_SK = (torch.rand(S, K, generator=generator) ** 2 * 5).long()
+        ranks_SK[~has_label(text, K)] = MISS
+        texts.append(text)
+        ranks[text] = ranks_SK
+    return texts, ranks
+
+
+@pytest.fixture(scope="module")
+def replayed_and_ranks():
+    (heldout, ranks), (calibration, more) = made_up(1, 9), made_up(2, 12)
+    return Replayed(heldout, calibration), ranks | more
+
+
+def test_a_row_is_the_walk_of_each_answer(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    looping = replace(replayed.heldout[0], ids_T=torch.tensor([1, 1] + [5, 6] * 20, dtype=torch.int32))
+    replayed = Replayed([looping, *replayed.heldout[1:]], replayed.calibration)
+    ranks = {**ranks, looping: torch.zeros(looping.num_states, K, dtype=torch.long)}
+    heads = HeadsTree("heads", Growth.by_count(ranks[looping], 3, 5), ranks)
+    row = replayed.row(heads, 3)
+    walks = [walk(heads.tree(3).accepted(ranks[text]).tolist()) for text in replayed.heldout]
+    assert row.every == sum(walks, Acceptance())
+    assert row.without_loops == sum(walks[1:], Acceptance())
+    assert row.without_loops.length < row.every.length
+    assert row.without_loops_interval[1] < row.interval[1]
+    assert row.calibration.answers == len(replayed.calibration)
+    assert row.tree == heads.tree(3)
+
+
+def test_predictors_that_need_texts_alone_are_evaluated_without_heads(replayed_and_ranks):
+    replayed, _ = replayed_and_ranks
+    evaluation = Evaluator([5, 2], 8, 4).run(replayed, [NgramLookup(4)])
+    assert [(row.predictor, row.num_nodes, row.tree) for row in evaluation.rows] == [
+        ("n-gram lookup", 2, None),
+        ("n-gram lookup", 5, None),
+    ]
+    assert evaluation.accuracy_KR == evaluation.labels_K == evaluation.trees == []
+    assert evaluation.answers == 9
+
+
+@pytest.mark.parametrize("missing", ["held-out", "calibration"])
+def test_a_split_without_text_is_refused(replayed_and_ranks, missing):
+    replayed, _ = replayed_and_ranks
+    heldout, calibration = ([] if missing == split else replayed.heldout for split in ("held-out", "calibration"))
+    with pytest.raises(ValueError, match=f"the {missing} split holds no answer of two tokens or more"):
+        Replayed(heldout, calibration)
+
+
+def test_more_nodes_than_calibration_text_has_paths_are_refused(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    always_right = {text: torch.where(has_label(text, K), 0, MISS) for text in ranks}
+    with pytest.raises(ValueError, match="a tree of 9 nodes needs 8 paths, .* only 3 were ever right: .* at most 4 "):
+        Evaluator([4, 9], 8, 4).run(replayed, [], always_right)
+    evaluation = Evaluator([4], 8, 4).run(replayed, [], always_right)
+    assert {tree.num_nodes for tree in evaluation.trees} == {2, 3, 4}
+
+
+def test_trees_of_all_sizes_are_those_of_their_rows(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    evaluation = Evaluator([2, 9, 33], 8, 4).run(replayed, [], ranks)
+    for n in (2, 9, 33):
+        row = evaluation.row("heads, tree", n)
+        (size,) = [size for size in evaluation.trees if (size.chosen, size.num_nodes) == ("joint", n)]
+        assert (size.heldout, size.calibration) == (row.every.length, row.calibration.length)
+        assert row.tree is not None and (size.depth, size.width) == (row.tree.depth, row.tree.width)
+    growth = product_growth(ranks, replayed.calibration, 64, 8)
+    by_product = tree_sizes("product", growth, ranks, replayed, [2, 9])
+    assert by_product == [size for size in evaluation.trees if size.chosen == "product" and size.num_nodes in (2, 9)]
+
+
+def test_the_product_takes_the_accuracies_of_calibration_text(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    growth = product_growth(ranks, replayed.calibration, 64, 8)
+    hits, labels = 0, 0
+    for text in replayed.calibration:
+        for s in range(text.num_states - 1):  # where head 2 has a label
+            hits += int(ranks[text][s, 1] == 1)
+            labels += 1
+    by_path = dict(zip(growth.paths, growth.shares, strict=True))
+    assert by_path[0, 1] / by_path[0,] == pytest.approx(hits / labels)
+
+
+def test_labels_exist_within_the_answer(tiny_llama, tmp_path):
+    cache = cache_of(tiny_llama, tmp_path / "cache", num_documents=12, turns=2)
+    runs = [run for document in documents_of(cache, "heldout") for run in runs_of(cache, document)]
+    texts = texts_of_cache(cache, "heldout")
+    assert texts
+    for text, run in zip(texts, runs, strict=True):
+        assert has_label(text, 4).equal(future_of(cache, run, 4)[:, 1:] >= 0)
+
+
+def test_accuracy_counts_labels_that_exist():
+    text = Text(torch.arange(6, dtype=torch.int32), 1, "a", None, None, 0.0)  # four states
+    ranks = {text: torch.tensor([[0, 2, 0], [1, 0, MISS], [MISS, 0, MISS], [0, MISS, MISS]])}
+    hits_KR, labels_K = accuracy(ranks, [text], (1, 2, 3))
+    assert labels_K.tolist() == [4, 3, 2]
+    assert hits_KR.tolist() == [[2, 3, 3], [2, 2, 3], [1, 1, 1]]
+
+
+@given(st.data())
+def test_beside_a_lookup_a_pass_accepts_the_longer_of_both_and_never_has_more_nodes(data):
+    """The obvious server: it lists the drafts of a state, path by path, and keeps the longest that the text holds."""
+    texts, ranks = made_up(data.draw(st.integers(0, 5)), 2, states=6)
+    draw = st.integers(0, 6)
+
+    def drawn(text: Text) -> torch.Tensor:
+        return torch.tensor([data.draw(draw) for _ in range(text.num_states)])
+
+    looked_up = {text: (drawn(text), drawn(text)) for text in texts}
+    heads = HeadsTree("heads", grow(list(ranks.values()), 9, 4), ranks)
+    num_nodes = data.draw(st.integers(2, 9))
+    share = Share(data.draw(st.integers(0, min(4, num_nodes - 1))), data.draw(st.integers(1, 4)))
+    both = HeadsBesideLookup("both", heads, looked_up, texts)
+    for text, accepted_S in zip(texts, both.accepted_with(share, texts, num_nodes), strict=True):
+        for s in range(text.num_states):
+            chain = share.chain if int(looked_up[text][1][s]) >= share.shortest else 0
+            paths = heads.growth.paths[: num_nodes - 1 - chain]
+            assert len(paths) + chain + 1 <= num_nodes
+            row = tuple(ranks[text][s].tolist())
+            in_tree = max([0, *(len(path) for path in paths if row[: len(path)] == path)])
+            assert int(accepted_S[s]) == max(in_tree, min(chain, int(looked_up[text][0][s])))
+
+
+def test_how_a_pass_is_split_is_chosen_on_calibration_text(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+
+    def looked_up(right_from: int) -> dict[Text, tuple[torch.Tensor, torch.Tensor]]:
+        """Matches of 0 to 5 tokens in turn; those of `right_from` or more are right."""
+        found = {}
+        for text in ranks:
+            matched_S = torch.arange(text.num_states) % 6
+            found[text] = (torch.where(matched_S >= right_from, 4, 0), matched_S)
+        return found
+
+    heads = HeadsTree("heads", grow([ranks[text] for text in replayed.calibration], 9, 4), ranks)
+    useful = HeadsBesideLookup("both", heads, looked_up(3), replayed.calibration)
+    assert useful.share(9) == Share(4, 3)
+    assert useful.share(2) == Share(1, 3)
+    assert replayed.row(useful, 9).every.length > replayed.row(heads, 9).every.length
+    useless = HeadsBesideLookup("both", heads, looked_up(9), replayed.calibration)
+    assert useless.share(9) == Share(0, 1)
+    assert replayed.row(useless, 9).every == replayed.row(heads, 9).every

@@ -1,0 +1,154 @@
+"""The sentence follows from the intervals, and everything that is not measured is listed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from medusa_k25.cycle import CycleModel, Length
+from medusa_k25.drafters import DRAFTERS, drafters_for
+from medusa_k25.hardware import Point
+from medusa_k25.served import KIMI_K25
+from medusa_k25.verdict import Candidate, Verdict, judge, published_candidates
+from tests.test_cycle import B200, RTX
+
+K25 = "moonshotai/Kimi-K2.5"
+MEASURED = CycleModel(
+    replace(
+        RTX.hardware,
+        cycles=tuple(Point(n, 1, 1024, 0.0, ms, "measured", "test") for n, ms in ((1, 12.5), (4, 25.0), (8, 40.0))),
+        baseline_tok_s=None,
+        notes=(),
+    ),
+    KIMI_K25,
+)  # 80 tokens/s; 4 nodes pay from 2.0, 8 from 3.2
+
+
+def verdict(
+    *candidates: Candidate, model: CycleModel = MEASURED, target: str = K25, temperature: float = 0.0
+) -> Verdict:
+    return judge(model, candidates, target, text_temperature=temperature)
+
+
+def chain(mean: float, low: float, high: float, nodes: int = 4, name: str = "Medusa chain") -> Candidate:
+    return Candidate(name, nodes, Length(mean, low, high))
+
+
+def test_something_pays() -> None:
+    found = verdict(chain(2.2, 2.1, 2.3), chain(2.5, 2.4, 2.6, nodes=8, name="Medusa best tree"))
+    assert found.best.candidate.predictor == "Medusa chain" and found.best.outcome == "pays"
+    assert found.best.speed.tok_s == pytest.approx(88)
+    assert found.sentence == (
+        "Medusa chain with 4 nodes pays: 88.0 tokens/s (84.0 to 92.0) against 80.0 without speculation, 1.10x."
+    )
+    assert found.rows[1].outcome == "does not pay"
+    assert found.rows[1].needed_length == pytest.approx(3.2)
+
+
+def test_nothing_pays() -> None:
+    found = verdict(chain(1.8, 1.7, 1.9))
+    assert found.sentence == (
+        "Nothing pays: the best is Medusa chain with 4 nodes at 72.0 tokens/s (68.0 to 76.0) against 80.0; it would "
+        "take an acceptance length of 2.00 at this cycle of 25.0 ms, or a cycle of 22.5 ms at this acceptance length "
+        "of 1.80."
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.9, 2.1), (2.0, 2.2), (1.7, 2.0)])
+def test_inside_the_interval_it_is_too_close_to_call(low: float, high: float) -> None:
+    found = verdict(chain((low + high) / 2, low, high))
+    assert found.best.outcome == "too close to call"
+    assert found.sentence.startswith("Too close to call: the best is Medusa chain with 4 nodes")
+    assert "an acceptance length of 2.00 at this cycle" in found.sentence
+
+
+def test_the_cost_has_an_interval_too() -> None:
+    """The length alone would pay; what a pass of 16 costs is not that well known."""
+    cycle = B200.cycle(16)
+    between = B200.baseline_tok_s() * (cycle.ms + cycle.high_ms) / 2000
+    found = verdict(chain(between, between, between, nodes=16), model=B200)
+    assert found.best.speed.ratio > 1 and found.best.outcome == "too close to call"
+
+
+def test_what_pays_for_sure_comes_before_what_may_be_faster() -> None:
+    found = verdict(chain(2.2, 2.1, 2.3), chain(2.4, 1.9, 2.9, name="wide"))
+    assert found.best.candidate.predictor == "wide"
+    assert found.sentence.startswith("Medusa chain with 4 nodes pays: 88.0")
+    assert "wide with 4 nodes may be faster, but is too close to call: 96.0" in found.sentence
+
+
+def test_a_published_drafter_that_wins_is_named() -> None:
+    found = verdict(chain(1.5, 1.4, 1.6), *published_candidates(MEASURED))
+    assert found.sentence.startswith("lightseekorg/kimi-k2.5-eagle3")
+    assert "measure it on yours" in found.sentence
+    assert "The best on your own text is Medusa chain with 4 nodes at 60.0 tokens/s (56.0 to 64.0): does not pay" in (
+        found.sentence
+    )
+    text = found.text()
+    for drafter in drafters_for(K25):
+        assert drafter.name in text and drafter.launch in text and drafter.source in text
+        assert f"{drafter.name} accepts on your text what it does on its makers'" in found.assumptions
+    assert "AQ-MedAI/Kimi-K25-eagle3: what drafting costs is unknown and taken as nothing" in found.assumptions
+
+
+def test_published_drafters_are_listed_for_their_target_alone() -> None:
+    assert len(published_candidates(MEASURED)) == len(DRAFTERS) == 4
+    other = CycleModel(replace(MEASURED.hardware, target="smollm2"), KIMI_K25)
+    assert published_candidates(other) == []
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
+def test_published_figures_can_be(drafter: object) -> None:
+    [drafter] = [each for each in DRAFTERS if each is drafter]
+    assert 1 < drafter.length.low <= drafter.length.high <= drafter.nodes
+    assert drafter.name in drafter.launch and drafter.source.startswith("https://")
+    assert drafter.draft_ms(RTX.hardware, KIMI_K25) < 10
+
+
+def test_every_assumption_is_listed() -> None:
+    assert verdict(chain(2.2, 2.1, 2.3)).assumptions == (
+        "tuned all-reduces are as much faster as others measured at 32,768 bytes, 48 to 26 us, at every size",
+    )
+    listed = "\n".join(
+        verdict(chain(2.2, 2.1, 2.3, nodes=16), model=B200, temperature=1.0, target="smollm2").assumptions
+    )
+    for part in (
+        "passes are those of moonshotai/Kimi-K2.5 on b200_nvl8, the text is smollm2's",
+        "text at temperature 1, the passes are asked for at 0",
+        "a pass of 16 nodes, 7.2 ms, is put together from parts",
+        "are beyond the largest that is known (131,072)",
+        "share of the memory bandwidth that is reached: 0.6",
+        "an all-reduce of 14,336 bytes takes 10 us",
+        "0.672 as the exponent",
+    ):
+        assert part in listed
+    assert "temperature at which the text was sampled is unknown" in "".join(
+        judge(MEASURED, [chain(2, 2, 2)], K25).assumptions
+    )
+    users = verdict(chain(2.2, 2.1, 2.3), model=RTX).assumptions
+    assert any("that it verified 4 tokens is assumed" in each for each in users)
+    assert any("9 to 26% slower" in each for each in users)
+
+
+def test_break_even_and_levers_are_given_for_every_size() -> None:
+    found = verdict(chain(2.2, 2.1, 2.3), chain(2.2, 2.1, 2.3, nodes=8))
+    assert [(each.nodes, each.length) for each in found.break_even] == [
+        (4, pytest.approx(2.0)),
+        (8, pytest.approx(3.2)),
+    ]
+    assert [nodes for nodes, _ in found.levers] == [4, 8]
+    assert "  4 nodes: 2.00 (2.00 to 2.00) at 25.0 ms, measured" in found.text()
+
+
+def test_a_verdict_is_json() -> None:
+    found = json.loads(json.dumps(verdict(chain(2.2, 2.1, 2.3)).as_json()))
+    assert found["rows"][0]["speed"]["tok_s"] == pytest.approx(88)
+    assert found["break_even"][0]["length"] == pytest.approx(2)
+    assert found["rows"][0]["candidate"]["length"]["mean"] == 2.2
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="no predictor to judge"):
+        verdict()
+    with pytest.raises(ValueError, match="Medusa chain: 1 nodes; a pass with drafts verifies 2"):
+        verdict(chain(1.0, 1.0, 1.0, nodes=1))
