@@ -22,7 +22,7 @@ LAYERS = {
     ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": [
-        *("loss", "metrics", "tree", "replay", "ngram", "acceptance", "breakdown"),
+        *("loss", "metrics", "tree", "replay", "ngram", "ngram_engine", "corpus_choice", "acceptance", "breakdown"),
         *("hardware", "served", "cycle", "drafters", "verdict", "costs", "fp8_cost"),
     ],
     "serving": [
