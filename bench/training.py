@@ -68,6 +68,7 @@ def build(cache: Cache, vocab_size: int) -> tuple[MedusaModule, MedusaData]:
         seed=0,
         stage_dir=None,
         stage_gb=0,
+        share=1.0,
     )
     lm_head_VD = torch.randn(vocab_size, D) / D**0.5
     optimizer, schedule = partial(torch.optim.AdamW, lr=1e-3), partial(warmup_cosine, 0.05, 0.05)

@@ -43,6 +43,7 @@ from omegaconf.errors import (
 
 # The verbs in the order in which they are used; `python -m medusa_k25` prints this table.
 VERBS = {
+    "plan": "an experiment + a hardware file -> disk, memory, hours and money, there and on an alternative",
     "generate": "prompts -> conversations.jsonl: the target's own answers",
     "capture": "conversations + target -> a cache of hidden states",
     "inspect": "a cache -> what is in it, and whether every shard is as it was written",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from medusa_k25.heads import Heads
 from medusa_k25.loss import BLOCK_BYTES, LEAST_ROWS, ROWS
 
 GB = 1e9
@@ -47,6 +48,40 @@ class TrainingCost:
     device_type: str
     longest_answer: int
 
+    @classmethod
+    def of(
+        cls,
+        heads: Heads,
+        num_blocks: int,
+        positions: int,
+        draft_vocab_size: int,
+        teacher: bool,
+        strategy: str,
+        world_size: int,
+        low_precision: bool,
+        device_type: str,
+        longest_answer: int,
+    ) -> "TrainingCost":
+        """Of `heads`, which may lie on the meta device; `positions` of a rank's micro-batch."""
+        own = 0 if heads.lm_heads is None else heads.lm_heads.weight.numel()
+        parameters = sum(parameter.numel() for parameter in heads.parameters()) - own
+        return cls(
+            K=heads.num_heads,
+            N=positions,
+            D=heads.hidden_size,
+            M=draft_vocab_size,
+            parameters=parameters,
+            further_parameters=parameters * (num_blocks - 1) // num_blocks,
+            blocks=num_blocks,
+            own_lm_head=heads.own_lm_head,
+            teacher=teacher,
+            strategy=strategy,
+            world_size=world_size,
+            low_precision=low_precision,
+            device_type=device_type,
+            longest_answer=longest_answer,
+        )
+
     @property
     def trained(self) -> int:
         """Parameters that the optimizer holds."""
@@ -59,6 +94,11 @@ class TrainingCost:
         blocks = 2 * self.parameters + 2 * self.parameters + 2 * self.further_parameters
         heads = self.K * logits * (3 if self.own_lm_head else 2)
         return blocks + heads + (2 * logits if self.teacher else 0)
+
+    @property
+    def forward_flops_per_position(self) -> float:
+        """Of a validated position: what the heads rank, without a teacher."""
+        return 2 * self.parameters + self.K * 2 * self.D * self.M
 
     @property
     def state_bytes(self) -> int:

@@ -3,6 +3,7 @@
 What a verify pass costs on it is in cycle.py, what a training run takes in costs.py. conf/hardware/ holds the files.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -73,6 +74,14 @@ class Hardware:
     disk_gb_s: Figure | None  # reading states, all ranks together
     price_per_hour: Figure | None  # of the whole machine, US dollars; None: it is yours
     notes: tuple[str, ...] = ()  # what whoever reads a verdict about it should know
+
+    def is_of(self, target: str) -> bool:
+        """Whether these are figures of the target called so: kimi_k25, or what its folder or the hub calls it."""
+
+        def letters(name: str) -> str:
+            return re.sub("[^a-z0-9]", "", name.rpartition("/")[2].lower())
+
+        return letters(self.target).startswith(letters(target))
 
     def allreduce_us(self, message: float) -> float:
         """Of a message of so many bytes: linear between the known sizes, below them as the smallest, above them with

@@ -94,7 +94,9 @@ class MedusaModule(L.LightningModule):
     SPLIT/acceptance_chain  likewise
     SPLIT/accepted_headK    share of the tree's passes that accepted drafts of heads 1 to K
     SPLIT/topR_headK        share of the labels that are among the head's R best choices
-    break_even              the acceptance length at which speculation pays, where `break_even` gives it
+    heldout/tokens_per_s    what one request would get from the tree on the machine that serves, if `cycle_ms`, what a
+                            verify pass takes there, is known
+    break_even              the acceptance length at which speculation pays there, if `break_even` is known
     """
 
     lm_head_MD: Tensor
@@ -110,6 +112,7 @@ class MedusaModule(L.LightningModule):
         num_nodes: int,
         max_width: int,
         log_every: int,
+        cycle_ms: float | None = None,
         break_even: float | None = None,
     ):
         super().__init__()
@@ -119,7 +122,7 @@ class MedusaModule(L.LightningModule):
         self.register_buffer("lm_head_MD", lm_head_MD, persistent=False)
         self.optimizer, self.schedule = optimizer, schedule
         self.num_nodes, self.max_width = num_nodes, max_width
-        self.log_every, self.break_even = log_every, break_even
+        self.log_every, self.cycle_ms, self.break_even = log_every, cycle_ms, break_even
         self.tree: Tree | None = None  # chosen at the latest validation
         self.validation_metrics: dict[str, float] = {}
         self.loss_K: list[float] = []  # mean loss of each head when it was last logged
@@ -189,6 +192,8 @@ class MedusaModule(L.LightningModule):
                     labelled = [answer for answer in answers if answer.label == label]
                     for shape, accepted in acceptance(labelled).items():
                         metrics[f"heldout/acceptance_{shape}/{label}"] = accepted.length
+        if self.cycle_ms is not None:
+            metrics["heldout/tokens_per_s"] = 1000 * metrics["heldout/acceptance_tree"] / self.cycle_ms
         if self.break_even is not None:
             metrics["break_even"] = self.break_even
         self.validation_metrics = metrics

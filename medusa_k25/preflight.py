@@ -52,18 +52,11 @@ def cost_of(
     devices: int,
     device: torch.device,
 ) -> TrainingCost:
-    own = 0 if heads.lm_heads is None else heads.lm_heads.weight.numel()
-    parameters = sum(parameter.numel() for parameter in heads.parameters()) - own
-    blocks = cfg.heads.num_blocks
-    return TrainingCost(
-        K=heads.num_heads,
-        N=cfg.data.batch_size * cfg.data.window,
-        D=heads.hidden_size,
-        M=draft_vocab_size,
-        parameters=parameters,
-        further_parameters=parameters * (blocks - 1) // blocks,
-        blocks=blocks,
-        own_lm_head=heads.own_lm_head,
+    return TrainingCost.of(
+        heads,
+        num_blocks=cfg.heads.num_blocks,
+        positions=cfg.data.batch_size * cfg.data.window,
+        draft_vocab_size=draft_vocab_size,
         teacher=teacher,
         strategy=cfg.strategy.name,
         world_size=devices * cfg.trainer.num_nodes,
@@ -108,7 +101,6 @@ def summarise(
     positions_a_step = windows_a_step * cfg.data.window
     steps_an_epoch = ceil(len(data.windows) / windows_a_step)  # a step never crosses an epoch
     documents = {split: len(documents) for split, documents in data.documents.items()}
-    left_out = len(data.cache.documents) - sum(documents.values())
     states_GB = data.cache.num_states * cost.D * data.cache.storage_dtype.itemsize / GB
     share = GPU_SHARE_OF_PEAK if cost.device_type == "cuda" else CPU_SHARE_OF_PEAK
     # ranks on a CPU share its cores
@@ -121,8 +113,9 @@ def summarise(
         for run in runs[: None if answers is None else answers * cost.world_size]
     )
     validations = ceil(cfg.trainer.max_steps / cfg.trainer.val_check_interval)
-    # a validated position has no backward pass
-    seconds = (epochs * data.windows.num_positions + validations * validated / 2) / positions_per_s
+    work = epochs * data.windows.num_positions * cost.flops_per_position
+    work += validations * validated * cost.forward_flops_per_position
+    seconds = work / (positions_per_s * cost.flops_per_position)
     duration = f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{seconds:.0f} s"
     memory = ", ".join(f"{part} {size / GB:.2f}" for part, size in cost.memory.items() if size)
     return "\n".join(
@@ -130,7 +123,9 @@ def summarise(
             f"target      {target.name}: D={cost.D:,}, V={target.vocab_size:,}",
             f"cache       {data.cache.path}: {data.cache.num_tokens:,} tokens, {data.cache.num_states:,} states in "
             f"{states_GB:.2f} GB; documents: {', '.join(f'{count} {split}' for split, count in documents.items())}"
-            + (f"; {left_out} left out, their prompts are in a split that is reported on" if left_out else ""),
+            + (
+                f"; {data.left_out} left out, their prompts are in a split that is reported on" if data.left_out else ""
+            ),
             *([f"stage       {data.stage}"] if data.stage is not None else []),
             f"heads       {cost.K} x {type(heads).__name__}: {cost.trained / 1e6:.2f} M parameters",
             f"vocabulary  {cost.M:,} of {target.vocab_size:,} tokens: "

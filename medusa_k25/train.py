@@ -3,6 +3,7 @@
 Letters: D hidden, V vocabulary, M draft vocabulary, K heads.
 """
 
+import json
 import logging
 import signal
 import sys
@@ -28,12 +29,15 @@ from medusa_k25.callbacks import Checkpoints, Progress, Stopped
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, verb
 from medusa_k25.costs import TrainingCost, peak_flops
+from medusa_k25.cycle import BreakEven
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
-from medusa_k25.data.windows import documents_of, token_counts
+from medusa_k25.data.windows import documents_of, in_share, token_counts
+from medusa_k25.hardware import Hardware
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
+from medusa_k25.planning import heads_break_even
 from medusa_k25.preflight import (
     claim,
     cost_of,
@@ -44,6 +48,7 @@ from medusa_k25.preflight import (
     summarise,
 )
 from medusa_k25.report import read_report, update_report
+from medusa_k25.served import Served
 from medusa_k25.target import Target
 from medusa_k25.tracking import MetricsTable, WandbRun
 from medusa_k25.warm_start import warm_start
@@ -61,7 +66,7 @@ class Training:
     summary: str
 
 
-@verb("target", "data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy", "logger")
+@verb("target", "data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy", "logger", "hardware")
 def main(cfg: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and device_count(cfg.trainer) * cfg.trainer.num_nodes > 1:
         raise ValueError(
@@ -145,15 +150,24 @@ def conclude(cfg: DictConfig, training: Training) -> None:
     run_dir = Path(cfg.run_dir)
     best = load_heads(find_checkpoint(run_dir / "checkpoints", "best"))
     metrics = best.record["metrics"]
-    update_report(run_dir, "train", {"checkpoint": str(best.path), "metrics": metrics})
+    update_report(
+        run_dir,
+        "train",
+        {"checkpoint": str(best.path), "positions": training.data.windows.num_positions, "metrics": metrics},
+    )
     for logger in training.trainer.loggers:
         if isinstance(logger, WandbRun):
             logger.log_heads(metrics, best.record["step"])
             logger.finish()
     tree = metrics["heldout/acceptance_tree"]
     against = ""
-    if cfg.break_even is not None:
-        against = f", {'above' if tree > cfg.break_even else 'below'} the break-even of {cfg.break_even:g}"
+    if "break_even" in metrics:
+        pays = metrics["break_even"]
+        against = (
+            f", {'above' if tree > pays else 'below'} the break-even of {pays:.2f} on {cfg.hardware.name}: "
+            f"{metrics['heldout/tokens_per_s']:.1f} tokens/s expected, "
+            f"{metrics['heldout/tokens_per_s'] * pays / tree:.1f} without"
+        )
     print(
         f"acceptance length on held-out text {tree:.3f} (tree of {cfg.num_nodes} nodes{against}), "
         f"{metrics['heldout/acceptance_chain']:.3f} (chain); best checkpoint: {best.path}"
@@ -189,7 +203,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
             raise ValueError(f"trainer.{key}={cfg.trainer[key]}: expected a whole number, at least 1")
     L.seed_everything(cfg.seed, verbose=False)
     loss = instantiate(cfg.loss)
-    counts_V = token_counts(cache, documents_of(cache, "train"))
+    counts_V = token_counts(cache, in_share(documents_of(cache, "train"), cfg.data.share))
     vocabulary = DraftVocabulary.most_frequent(counts_V, cfg.draft_vocab_size)
     new_heads = partial(instantiate(cfg.heads), hidden_size=target.hidden_size, draft_vocab_size=len(vocabulary))
     with torch.device("meta"):  # sizes without memory: what cannot fit must not be tried
@@ -205,6 +219,12 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     data.refuse_idle_ranks(devices * cfg.trainer.num_nodes)
     cost = cost_of(cfg, sizes, len(vocabulary), loss.needs_teacher, data, devices, device)
     refuse_what_cannot_fit(cost, Path(cfg.run_dir), device, devices)
+
+    paying = None
+    hardware = instantiate(cfg.hardware)
+    if hardware.is_of(target.name):
+        served = Served.of_config(json.loads((target.path / "config.json").read_text()))
+        paying = heads_break_even(hardware, served, cost, cfg.num_nodes)
 
     lm_head_MD = vocabulary.rows(target.lm_head)
     heads = new_heads()
@@ -222,7 +242,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         cfg.num_nodes,
         cfg.max_width,
         cfg.trainer.log_every_n_steps,
-        cfg.break_even,
+        *((None, None) if paying is None else (paying.cycle_ms, paying.length)),
     )
     record = {
         "target": {
@@ -260,8 +280,23 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         "training": vocabulary.coverage(counts_V),
         "calibration": vocabulary.coverage(token_counts(cache, data.documents["calibration"])),
     }
-    summary = summarise(cfg, target, heads, data, cost, peak, coverage)
+    summary = "\n".join(
+        [summarise(cfg, target, heads, data, cost, peak, coverage), serving_line(hardware, paying, target)]
+    )
     return Training(module, data, trainer, cost, record, summary)
+
+
+def serving_line(hardware: Hardware, paying: BreakEven | None, target: Target) -> str:
+    """What the heads have to reach, for the run's summary."""
+    if paying is None:
+        return (
+            f"serving     hardware={hardware.name} has figures of {hardware.target}, not of {target.name}: no tokens/s"
+        )
+    return (
+        f"serving     on {hardware.name} a pass of {paying.nodes} nodes takes {paying.cycle_ms:.1f} ms "
+        f"({paying.basis}); it pays from an acceptance length of {paying.length:.2f} on "
+        f"({paying.low:.2f} to {paying.high:.2f})"
+    )
 
 
 if __name__ == "__main__":

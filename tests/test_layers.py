@@ -24,6 +24,7 @@ LAYERS = {
     "maths": [
         *("loss", "metrics", "tree", "replay", "ngram", "ngram_engine", "corpus_choice", "acceptance", "breakdown"),
         *("hardware", "served", "cycle", "drafters", "verdict", "costs", "fp8_cost"),
+        *("planning", "learning_curve", "calibration"),
     ],
     "serving": [
         *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
@@ -44,11 +45,12 @@ LAYERS = {
         "page",
         "pictures",
         "report",
+        "plan_report",
         "cache_report",
     ],
     "entry points": [
-        *("config", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode", "probe"),
-        "__main__",
+        *("config", "plan", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode"),
+        *("probe", "__main__"),
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}

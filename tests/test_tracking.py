@@ -29,6 +29,14 @@ from tests.tiny import cache_of
 
 SPLITS: tuple[Split, ...] = ("calibration", "heldout", "train")
 BREAK_EVEN = 1.25
+BASELINE = 100.0  # tokens/s
+
+
+def machine(break_even):
+    """Overrides: a machine that serves the target, on which a pass of the tree takes as much longer."""
+    point = "{{nodes: {}, batch: 1, context: 1024, temperature: 0.0, ms: {}, basis: measured, source: a test}}"
+    points = ", ".join(point.format(nodes, ms) for nodes, ms in ((1, 10.0), (9, 10 * break_even)))
+    return ["hardware.target=tiny_k25", f"hardware.cycles=[{points}]"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def overrides_of(cache, tiny_k25):
             f"run_dir={run}",
             "name=short run",
             "logger=wandb",
-            f"break_even={BREAK_EVEN}",
+            *machine(BREAK_EVEN),
             "draft_vocab_size=300",
             "strategy=ddp",
             "trainer.max_steps=8",
@@ -200,12 +208,16 @@ def test_the_newest_folder_holds_every_figure_of_every_step_once(run):
     validated |= {f"{split}/top{r}_head{k}" for split in SPLITS for r in range(1, 6) for k in range(1, 5)}
     validated |= {f"{split}/accepted_head{k}" for split in SPLITS for k in range(1, 5)}
     validated |= {f"heldout/acceptance_{s}/{label}" for s in ("tree", "chain") for label in ("code", "talk, small")}
-    for names, steps in ((per_step, range(1, 9)), (validated | {"break_even"}, (3, 6, 8))):
+    validated |= {"heldout/tokens_per_s", "break_even"}
+    for names, steps in ((per_step, range(1, 9)), (validated, (3, 6, 8))):
         for metric in names:
             assert [step for step, _ in found.history[metric]] == list(steps), metric
-    assert {metric for _, metric in table} == (per_step | validated | {"break_even"}) - OF_THE_MACHINE
+    assert {metric for _, metric in table} == (per_step | validated) - OF_THE_MACHINE
     assert found.x_axes["*"] == "trainer/global_step"
     assert {value for _, value in found.history["break_even"]} == {BREAK_EVEN}
+    lengths = dict(found.history["heldout/acceptance_tree"])
+    for step, tokens_per_s in found.history["heldout/tokens_per_s"]:
+        assert tokens_per_s == pytest.approx(lengths[step] * BASELINE / BREAK_EVEN)
 
 
 def test_the_figures_are_those_of_an_undisturbed_run_on_one_rank(run, overrides_of, tmp_path):
@@ -300,12 +312,14 @@ def test_the_last_line_says_whether_speculation_pays(overrides_of, tmp_path, cap
         training.train(compose(overrides_of(tmp_path / "run", "logger=csv", "trainer.max_steps=1", *overrides)))
         return capsys.readouterr().out.splitlines()[-1]
 
-    assert "nodes, below the break-even of 1.25)" in last_line()
+    line = last_line()
+    assert "nodes, below the break-even of 1.25 on cpu: " in line
+    assert "tokens/s expected, 100.0 without)" in line
     metrics_csv = tmp_path / "run" / "metrics.csv"
     assert "1,break_even,1.25" in metrics_csv.read_text()
     # another machine's break-even is no other run
-    assert "nodes, above the break-even of 0.9)" in last_line("trainer.max_steps=2", "break_even=0.9")
-    assert "break-even" not in last_line("trainer.max_steps=3", "break_even=null")
+    assert "nodes, above the break-even of 0.90 on" in last_line("trainer.max_steps=2", *machine(0.9))
+    assert "break-even" not in last_line("trainer.max_steps=3", "hardware.target=another")
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_its_table_anew(overrides_of, tmp_path):

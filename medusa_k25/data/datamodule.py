@@ -19,7 +19,7 @@ from medusa_k25.cache import Cache
 from medusa_k25.cache.staging import Stage
 from medusa_k25.data.sampler import Position, StepShares
 from medusa_k25.data.splits import SPLITS, Split
-from medusa_k25.data.windows import Run, Windows, documents_of, future_of, runs_of
+from medusa_k25.data.windows import Run, Windows, documents_of, future_of, in_share, runs_of
 
 VALIDATION_SPLITS: tuple[Split, ...] = ("calibration", "heldout", "train")  # in the order of val_dataloader
 
@@ -90,6 +90,7 @@ class MedusaData(L.LightningDataModule):
 
     With `teacher_states` the states that a distillation loss needs are read too (`windows.Batch`). With `stage_dir`
     the shards are copied there while training reads, at most `stage_gb`, and read from there where they are.
+    With a `share` below 1 a run learns from that part of the training documents: points of a learning curve.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class MedusaData(L.LightningDataModule):
         stage_dir: str | None,
         stage_gb: float,
         seed: int,
+        share: float,
     ):
         super().__init__()
         if window < 1 or batch_size < 1 or num_workers < 0:
@@ -115,12 +117,14 @@ class MedusaData(L.LightningDataModule):
         self.num_workers, self.seed = num_workers, seed
         self.position = Position()
         self.documents = {split: documents_of(cache, split) for split in SPLITS}
+        self.left_out = len(cache.documents) - sum(len(documents) for documents in self.documents.values())
         for split, documents in self.documents.items():
             if not documents:
                 raise ValueError(
                     f"cache {cache.path} has no {split} documents among {len(cache.documents)}; "
                     "capture more conversations, or conversations on more topics"
                 )
+        self.documents["train"] = in_share(self.documents["train"], share)
         self.windows = Windows(cache, self.documents["train"], window, num_heads, teacher_states)
         if not len(self.windows):
             raise ValueError(f"cache {cache.path}: no training answer has two tokens, so there is nothing to predict")

@@ -21,3 +21,8 @@ def split_of(group: str | None, key: str) -> Split:
     if share < HELDOUT_SHARE:
         return "heldout"
     return "calibration" if share < HELDOUT_SHARE + CALIBRATION_SHARE else "train"
+
+
+def share_of(key: str) -> float:
+    """Where the hash of a prompt lies in [0, 1), whatever its split: those below a share are that share of them."""
+    return int.from_bytes(hashlib.sha256(f"share:{key}".encode()).digest()[:8], "big") / 2**64

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from medusa_k25.cache import Cache, Document
 from medusa_k25.data.labels import IGNORE, future_tokens
 from medusa_k25.data.sampler import Share
-from medusa_k25.data.splits import SPLITS, Split, split_of
+from medusa_k25.data.splits import SPLITS, Split, share_of, split_of
 
 
 def documents_of(cache: Cache, split: Split) -> list[Document]:
@@ -40,6 +40,16 @@ def documents_of(cache: Cache, split: Split) -> list[Document]:
         for document, s in zip(cache.documents, splits, strict=True)
         if s == split and document.hash not in elsewhere
     ]
+
+
+def in_share(documents: Sequence[Document], share: float) -> list[Document]:
+    """A share of training documents, by the hash of their prompts: those of a smaller share are in every larger."""
+    if not 0 < share <= 1:
+        raise ValueError(f"data.share={share}: expected a part of the training documents, above 0 and at most 1")
+    chosen = [document for document in documents if share_of(document.hash) < share]
+    if not chosen:
+        raise ValueError(f"data.share={share} of {len(documents)} training documents are none; take a larger share")
+    return chosen
 
 
 def spans(starts_I: Tensor, lengths_I: Tensor) -> Tensor:

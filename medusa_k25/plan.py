@@ -1,0 +1,241 @@
+"""What a run takes before it is made: disk, memory, hours, money, on one machine and on an alternative.
+
+python -m medusa_k25.plan +exp=k25_4heads hardware=rtx_pro_6000_x8 [alternative=b200_nvl8] [conversations=FILE]
+                          [calibrate=true] [pilot=[runs/a,runs/b,runs/c]]
+
+Needs no checkpoint, no cache and no GPU. conversations: count its tokens rather than assume them. calibrate: time a
+training step on this machine, which is to be the one that `hardware` describes. pilot: runs on shares of the data
+(data.share), whose learning curve says what all of it would give.
+"""
+
+import json
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from medusa_k25.calibration import timed_positions_per_s
+from medusa_k25.config import ConfigError, conf_dir, verb
+from medusa_k25.costs import TrainingCost, peak_flops
+from medusa_k25.data.texts import Text, texts_of_conversations
+from medusa_k25.hardware import Hardware
+from medusa_k25.learning_curve import Measured, fit_curve
+from medusa_k25.plan_report import Pilot, Plan, markdown, text
+from medusa_k25.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
+from medusa_k25.report import read_report, update_report
+from medusa_k25.served import KIMI_K25, Served
+from medusa_k25.target_builders import find_checkpoint
+
+CALIBRATION_S = 5.0
+LEAST_POSITIONS = 64
+NODES = (2, 4, 8, 16)  # tree sizes whose break-even is shown, besides the experiment's
+
+
+@verb("plan", "hardware", "heads", "loss", "optimizer")
+def main(cfg: DictConfig) -> None:
+    hardware: Hardware = instantiate(cfg.hardware)
+    alternative = None if cfg.alternative is None else other_hardware(cfg.alternative, hardware)
+    assumptions = instantiate(cfg.plan)
+    served = served_of(cfg.target)
+    data = assumptions.dataset(counted(cfg))
+    target = cfg.target._target_.rpartition(".")[2]
+    machines = [hardware, *([] if alternative is None else [alternative])]
+    costs = {machine.name: cost_on(machine, cfg, served, data) for machine in machines}
+    own_cost = costs[hardware.name]
+    measured = calibrated(cfg, own_cost, hardware) if cfg.calibrate else None
+    positions_a_step = own_cost.N * own_cost.world_size * cfg.trainer.accumulate_grad_batches
+    most_answers = cfg.trainer.get("limit_val_batches")
+    run = planned_run(
+        data,
+        cfg.trainer.max_steps,
+        positions_a_step,
+        cfg.trainer.val_check_interval,
+        None if most_answers is None else most_answers * own_cost.world_size,
+    )
+    storage, dtype = cfg.capture.storage, cfg.capture.storage_dtype
+    own = estimate(hardware, own_cost, data, run, dtype, measured, cfg.trainer.num_nodes)
+    rented, found, advice = None, tuple[Way, ...](), None
+    if alternative is not None:
+        rented = estimate(alternative, costs[alternative.name], data, run, dtype, machines=cfg.trainer.num_nodes)
+        found = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
+        advice = recommendation(found, own, rented, assumptions)
+    plan = Plan(
+        name=cfg.name,
+        experiment=experiment(),
+        target=target,
+        served=served,
+        data=data,
+        assumptions=assumptions,
+        storage=storage,
+        dtype=dtype,
+        run=run,
+        positions_a_step=positions_a_step,
+        num_nodes=cfg.num_nodes,
+        own=own,
+        rented=rented,
+        ways=found,
+        advice=advice,
+        serving={
+            machine.name: {
+                nodes: heads_break_even(machine, served, costs[machine.name], nodes)
+                for nodes in sorted({*NODES, cfg.num_nodes})
+            }
+            for machine in machines
+            if machine.is_of(target)
+        },
+        pilot=pilot_of([Path(folder) for folder in cfg.pilot], cfg.num_nodes, own_cost.K) if cfg.pilot else None,
+        settings=settings(cfg),
+    )
+    print(text(plan))
+    run_dir = Path(cfg.run_dir)
+    update_report(run_dir, "plan", plan.as_json())
+    file = run_dir / "plan.md"
+    file.write_text(markdown(plan))
+    print(f"\nwrote {file}")
+
+
+def other_hardware(name: str, hardware: Hardware) -> Hardware:
+    """The machine called `name` in conf/hardware."""
+    files = {file.stem: file for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
+    if name not in files:
+        near = get_close_matches(name, files, 1)
+        raise ConfigError(
+            f"alternative={name}: conf/hardware has no '{name}'"
+            + (f"; did you mean '{near[0]}'?" if near else "")
+            + f" (it has {', '.join(files)})"
+        )
+    other: Hardware = instantiate(OmegaConf.load(files[name]))
+    if other.name == hardware.name:
+        raise ConfigError(f"alternative={name} is the machine that hardware= names; name another one, or none")
+    return other
+
+
+def served_of(target: DictConfig) -> Served:
+    """The target's sizes, from the config.json of its checkpoint; Kimi-K2.5's are known without one."""
+    kind = target._target_.rpartition(".")[2]
+    if kind == "kimi_k25":
+        try:
+            folder = find_checkpoint(target.path)
+        except ValueError:
+            return KIMI_K25
+    else:
+        folder = instantiate(target).path
+    return Served.of_config(json.loads((folder / "config.json").read_text()))
+
+
+def counted(cfg: DictConfig) -> Dataset | None:
+    """What the conversations hold; None where the run has none yet."""
+    if cfg.conversations is None:
+        return None
+    file = Path(cfg.conversations)
+    if not file.exists() and file == Path(cfg.run_dir) / "conversations.jsonl":
+        return None
+    texts = texts_of_conversations(file, None)
+
+    def split(found: list[Text]) -> Split:
+        return Split(len(found), sum(one.num_states for one in found))
+
+    every = [one for some in texts.values() for one in some]
+    if not every:
+        raise ValueError(f"{file} holds no answer of at least two tokens; there is nothing to count")
+    answers = [len(one.answer_T) for one in every]
+    return Dataset(
+        samples=len(every),
+        prompt_tokens=sum(one.start for one in every),
+        answer_tokens=sum(answers),
+        longest_answer=max(answers),
+        train=split(texts["train"]),
+        calibration=split(texts["calibration"]),
+        heldout=split(texts["heldout"]),
+        source=f"counted in {file}",
+    )
+
+
+def cost_on(hardware: Hardware, cfg: DictConfig, served: Served, data: Dataset) -> TrainingCost:
+    """The experiment's heads on all devices of `hardware`."""
+    loss = instantiate(cfg.loss)
+    vocabulary = cfg.draft_vocab_size or served.vocab_size
+    with torch.device("meta"):
+        heads = instantiate(cfg.heads)(hidden_size=served.hidden_size, draft_vocab_size=vocabulary)
+    return TrainingCost.of(
+        heads,
+        num_blocks=cfg.heads.num_blocks,
+        positions=cfg.data.batch_size * cfg.data.window,
+        draft_vocab_size=vocabulary,
+        teacher=loss.needs_teacher,
+        strategy=cfg.strategy.name,
+        world_size=max(hardware.gpus, 1) * cfg.trainer.num_nodes,
+        low_precision=not str(cfg.trainer.precision).startswith("32"),
+        device_type="cuda" if hardware.gpus else "cpu",
+        longest_answer=data.longest_answer,
+    )
+
+
+def calibrated(cfg: DictConfig, cost: TrainingCost, hardware: Hardware) -> float:
+    """Positions/s of all ranks, from steps on one device here: as large a micro-batch as it can do in a few seconds."""
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    if hardware.gpu not in here:
+        raise ValueError(
+            f"calibrate=true times this machine (GPU: {here}), but hardware {hardware.name} has GPU: {hardware.gpu}; "
+            "choose the hardware file of this machine, or calibrate on that one"
+        )
+    device = torch.device(cost.device_type)
+    available = torch.cuda.mem_get_info()[0] if hardware.gpus else psutil.virtual_memory().available
+    speed = peak_flops(device, torch.bfloat16 if cost.low_precision else torch.float32)
+    small = replace(cost, world_size=1, strategy="ddp")
+    while small.N > LEAST_POSITIONS and (
+        small.memory_bytes > available or small.N * small.flops_per_position > speed * CALIBRATION_S
+    ):
+        small = replace(small, N=small.N // 2)
+    if small.memory_bytes > available:
+        raise ValueError(
+            f"calibrate=true: even {small.N} positions need {small.memory_bytes / 1e9:.1f} GB, "
+            f"{available / 1e9:.1f} GB are free; calibrate on the machine itself, or a smaller draft_vocab_size"
+        )
+    heads = instantiate(cfg.heads)(hidden_size=cost.D, draft_vocab_size=cost.M)
+    loss, optimizer = instantiate(cfg.loss), instantiate(cfg.optimizer)
+    one = timed_positions_per_s(heads, cost.M, loss, optimizer, small.N, device, cost.low_precision, CALIBRATION_S)
+    return one * cost.world_size
+
+
+def pilot_of(runs: list[Path], num_nodes: int, num_heads: int) -> Pilot:
+    """The learning curve through the best checkpoints of `runs`."""
+    points = []
+    for run in runs:
+        trained = read_report(run).get("train")
+        if trained is None or "positions" not in trained:
+            raise ValueError(f"pilot: {run} is no trained run; expected its report.json, as `train` leaves it")
+        nodes = OmegaConf.load(run / "config.yaml").num_nodes
+        if nodes != num_nodes:
+            raise ValueError(f"pilot: {run} was judged with num_nodes={nodes}, this plan is for {num_nodes}")
+        points.append(Measured(trained["positions"], trained["metrics"]["heldout/acceptance_tree"]))
+    return Pilot(tuple(str(run) for run in runs), fit_curve(points, most=num_heads + 1))
+
+
+def experiment() -> str | None:
+    """The name after +exp=."""
+    return HydraConfig.get().runtime.choices.get("exp") if HydraConfig.initialized() else None
+
+
+def settings(cfg: DictConfig) -> dict[str, Any]:
+    """What the training is set to, for people who read the plan."""
+    names: tuple[str, ...] = (
+        "draft_vocab_size",
+        "num_nodes",
+        "data.window",
+        "data.batch_size",
+        "optimizer.lr",
+        "trainer.precision",
+    )
+    names += ("trainer.max_steps", "trainer.accumulate_grad_batches", "trainer.num_nodes", "strategy.name")
+    return {name: OmegaConf.select(cfg, name) for name in names}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The curve through runs on shares of the data: found where it is known, and honest where it is not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medusa_k25.learning_curve import EXPONENTS, Measured, fit_curve
+
+POSITIONS = (3_000, 6_000, 12_000, 24_000)
+
+
+def points_of(a, b, c, positions=POSITIONS):
+    return [Measured(x, a - b * x**-c) for x in positions]
+
+
+@given(a=st.floats(1.5, 4), at_first=st.floats(0.1, 0.4), c=st.sampled_from(EXPONENTS[2:].tolist()))
+def test_a_power_law_is_found_and_extrapolated(a, at_first, c):
+    points = points_of(a, at_first * POSITIONS[0] ** c, c)
+    curve = fit_curve(points, most=5)
+    truth = a - at_first * POSITIONS[0] ** c * 1e6**-c
+    assert curve.at(1e6) == pytest.approx(truth, abs=1e-6)
+    low, high = curve.interval(1e6)
+    assert low <= truth + 1e-6 and truth - 1e-6 <= high
+    assert curve.needed(curve.at(1e6)) == pytest.approx(1e6, rel=1e-3)
+
+
+@given(st.lists(st.floats(1, 5), min_size=2, max_size=5))
+def test_no_fit_says_that_data_hurt_or_that_a_pass_emits_more_than_it_can(lengths):
+    curve = fit_curve([Measured(2_000 * 2**i, length) for i, length in enumerate(lengths)], most=5)
+    for fit in curve.possible:
+        assert fit.b >= 0 and fit.a <= 5
+        assert fit.at(1e9) >= fit.at(1e4)
+        assert fit.at(1e12) <= 5
+
+
+def test_two_points_leave_the_exponent_open():
+    two, four = (fit_curve(points_of(2.5, 8, 0.3, positions), most=5) for positions in (POSITIONS[:2], POSITIONS))
+    widths = [high - low for low, high in (curve.interval(1e6) for curve in (two, four))]
+    assert widths[0] > 0.5
+    assert len({fit.c for fit in two.possible}) > 0.9 * len(EXPONENTS)
+    assert widths[1] < widths[0]
+
+
+def test_a_point_that_lies_apart_widens_the_interval():
+    points = points_of(2.5, 8, 0.3)
+    apart = [*points[:-1], Measured(points[-1].positions, points[-1].length - 0.1)]
+    (low, high), (low_apart, high_apart) = (fit_curve(some, most=5).interval(1e6) for some in (points, apart))
+    assert low_apart < low
+    assert high_apart - low_apart > high - low
+
+
+def test_what_will_never_be_reached_has_no_number_of_positions():
+    curve = fit_curve(points_of(2.0, 20, 0.5), most=5)
+    assert curve.needed(2.1) is None
+    assert curve.needed(1.9) == pytest.approx((20 / 0.1) ** 2, rel=1e-3)
+    flat = fit_curve([Measured(1_000, 1.5), Measured(2_000, 1.4)], most=5)
+    assert flat.at(1e9) == pytest.approx(1.45)
+    assert flat.needed(1.45) is None
+
+
+def test_bad_points_are_refused():
+    with pytest.raises(ValueError, match=r"at least two amounts of data, got \[10, 10\] positions.*data.share="):
+        fit_curve([Measured(10, 1.5), Measured(10, 1.6)], most=5)
+    for wrong in (0.9, 5.1):
+        with pytest.raises(ValueError, match=f"from 1 to 5 .*length={wrong}"):
+            fit_curve([Measured(10, 1.5), Measured(20, wrong)], most=5)
