@@ -14,7 +14,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from medusa_k25.target import Target, end_ids_of, load_tokenizer
+from medusa_k25.target import Target
 
 SAMPLE_CHARACTERS = 200
 
@@ -80,16 +80,11 @@ class ChatMarks:
 
         Raises ValueError when it has no template, adds nothing, or ends an answer with none of the target's end ids.
         """
-        return cls._read(target.load_tokenizer(), target.end_ids, target.path)
+        return cls.read(target.load_tokenizer(), target.end_ids, target.path)
 
     @classmethod
-    def of_tokenizer(cls, path: Path, trust_remote_code: bool = False) -> "ChatMarks":
-        """The same from a folder that needs no more than the target's tokenizer."""
-        tokenizer = load_tokenizer(path, trust_remote_code)
-        return cls._read(tokenizer, end_ids_of(path, tokenizer), path)
-
-    @classmethod
-    def _read(cls, tokenizer: Any, end_ids: tuple[int, ...], path: Path) -> "ChatMarks":
+    def read(cls, tokenizer: Any, end_ids: tuple[int, ...], path: Path) -> "ChatMarks":
+        """The same of a tokenizer alone. path: its folder, for messages."""
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {path} has no chat template; add chat_template.jinja to it")
         thinking, instant = (_header(tokenizer, end_ids, path, mode) for mode in (True, False))

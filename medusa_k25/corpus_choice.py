@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_k25.data.texts import Text
 from medusa_k25.ngram_engine import Corpus, EngineNgram
-from medusa_k25.replay import Acceptance, walk
+from medusa_k25.replay import walk_all
 
 GRAM = 3
 SPLITS_TRIED = 8
@@ -77,7 +77,6 @@ def best_corpus_drafts(corpus: Corpus, calibration: Sequence[Text], num_nodes: i
     tried = sorted({max(1, round(drafts * i / SPLITS_TRIED)) for i in range(1, SPLITS_TRIED + 1)})
 
     def passes(corpus_drafts: int) -> int:
-        accepted = EngineNgram("", corpus, corpus_drafts).accepted(calibration, num_nodes)
-        return sum((walk(accepted_S.tolist()) for accepted_S in accepted), Acceptance()).passes
+        return walk_all(EngineNgram("", corpus, corpus_drafts).accepted(calibration, num_nodes)).acceptance.passes
 
     return min(tried, key=passes)

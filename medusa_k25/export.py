@@ -23,7 +23,7 @@ from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.data.splits import SPLITS
-from medusa_k25.data.texts import texts_of_cache, texts_of_conversations
+from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
 from medusa_k25.replay import answer_ranks, best_tree
@@ -56,7 +56,7 @@ def export_corpus(cfg: DictConfig) -> None:
         raise ValueError(f"{folder} holds exported heads, whose README.md would be replaced; give export_dir=FOLDER")
     if cfg.tokenizer is None:
         target = instantiate(cfg.target)
-        tokenizer, end_ids = target.load_tokenizer(), target.end_ids
+        tokenizer, end_ids, place = target.load_tokenizer(), target.end_ids, target.path
         base_model = cfg.base_model or HUB_NAMES.get(target.name, str(target.path))
     else:
         place = Path(cfg.tokenizer)
@@ -69,7 +69,8 @@ def export_corpus(cfg: DictConfig) -> None:
         texts = {split: texts_of_cache(cache, split) for split in SPLITS}
         source = f"cache {cache.fingerprint[:16]}"
     else:
-        texts = texts_of_conversations(conversations, lambda: ChatMarks.of(tokenizer, end_ids))
+        marks = ChatMarks.read(tokenizer, end_ids, place) if holds_messages(conversations) else None
+        texts = texts_of_conversations(conversations, marks)
         source = conversations.name
     made = make_corpus(texts, tokenizer, cfg.corpus_tokens, cfg.num_nodes)
     print("\n".join(made.summary()))

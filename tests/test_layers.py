@@ -28,7 +28,7 @@ LAYERS = {
     ],
     "serving": [
         *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
-        "probing",
+        *("serving.ngram_corpus", "probing"),
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),

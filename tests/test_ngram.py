@@ -15,7 +15,7 @@ from medusa_k25.corpus_choice import best_corpus_drafts, choose_corpus
 from medusa_k25.data.texts import Text
 from medusa_k25.ngram import Lookup
 from medusa_k25.ngram_engine import BREADTH_STEP, PADDING, TRIE_DEPTH, Corpus, EngineNgram, draft_tree, suffix_order
-from medusa_k25.replay import Acceptance, walk
+from medusa_k25.replay import walk_all
 
 IDS = st.lists(st.integers(0, 3), min_size=2, max_size=40)
 
@@ -87,7 +87,7 @@ def plain_tree(anchors: Sequence[tuple[int, ...]], budget: int, follow: Callable
     """The drafted paths: breadth first from one anchor after the other."""
     paths: list[tuple[int, ...]] = []
     for anchor in anchors:
-        queue = deque([((), 10 - len(anchor) * BREADTH_STEP)])
+        queue = deque[tuple[tuple[int, ...], float]]([((), 10 - len(anchor) * BREADTH_STEP)])
         while queue and len(paths) < budget:
             path, breadth = queue.popleft()
             for token in islice(follow((*anchor, *path)), max(1, int(breadth + 1e-9))):
@@ -248,7 +248,7 @@ def random_texts(count: int, seed: int, words: int = 12) -> list[Text]:
 
 
 def acceptance(predictor: EngineNgram, some: Sequence[Text], num_nodes: int) -> float:
-    return sum((walk(a.tolist()) for a in predictor.accepted(some, num_nodes)), Acceptance()).length
+    return walk_all(predictor.accepted(some, num_nodes)).acceptance.length
 
 
 def test_the_corpus_holds_what_calibration_text_repeats_within_its_limit():

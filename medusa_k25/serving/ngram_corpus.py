@@ -16,7 +16,7 @@ from medusa_k25.corpus_choice import best_corpus_drafts, choose_corpus
 from medusa_k25.data.splits import Split
 from medusa_k25.data.texts import Text
 from medusa_k25.ngram_engine import Corpus, EngineNgram
-from medusa_k25.replay import Acceptance, interval, walk
+from medusa_k25.replay import Resampling, walk_all
 from medusa_k25.serving.card import Measured
 
 CORPUS_FILE = "corpus.jsonl"
@@ -51,8 +51,8 @@ class NgramCorpus:
     def summary(self) -> list[str]:
         changed = f"{self.changed:,} of them tokenised otherwise than the target wrote them"
         lines = [
-            f"corpus      {len(self.lines):,} of {self.available:,} training answers, {self.tokens:,} of "
-            f"{self.available_tokens:,} tokens; {changed}",
+            f"corpus      {len(self.lines):,} of {self.available:,} training answers, which hold "
+            f"{self.available_tokens:,} tokens: {self.tokens:,} with a separator between two; {changed}",
             f"host memory {self.host_bytes / 1e9:.1f} GB in every rank of SGLang: {BYTES_PER_TOKEN} bytes a token, and "
             f"{TRIE_BYTES / 1e9:.1f} GB for its trie, with or without a corpus",
             f"drafts      {self.corpus_drafts} of {self.num_nodes - 1} a pass from the corpus, the best share on "
@@ -83,9 +83,7 @@ class NgramCorpus:
         }
 
 
-def make_corpus(
-    texts: Mapping[Split, Sequence[Text]], tokenizer: Any, max_tokens: int, num_nodes: int
-) -> NgramCorpus:
+def make_corpus(texts: Mapping[Split, Sequence[Text]], tokenizer: Any, max_tokens: int, num_nodes: int) -> NgramCorpus:
     """The corpus of at most `max_tokens`, chosen on calibration text, and what it accepts on held-out text.
 
     Raises ValueError for an empty split, no room for drafts, or a tokenizer that is not the target's.
@@ -113,10 +111,12 @@ def make_corpus(
         EngineNgram("corpus and own text", corpus, drafts),
         EngineNgram("own text, without the corpus", None, 0),
     ]
+    draws = Resampling([text.document for text in texts["heldout"]])
     rows = []
     for predictor in predictors:
-        walks = [walk(accepted_S.tolist()) for accepted_S in predictor.accepted(texts["heldout"], num_nodes)]
-        rows.append(Measured(predictor.name, num_nodes, sum(walks, Acceptance()).length, interval(walks)))
+        passes = walk_all(predictor.accepted(texts["heldout"], num_nodes))
+        interval = draws.interval(passes, num_nodes)
+        rows.append(Measured(predictor.name, num_nodes, passes.acceptance.length, interval))
     train = texts["train"]
     available_tokens = sum(len(text.answer_T) for text in train)
     heldout = len(texts["heldout"])
@@ -142,9 +142,9 @@ def readme(made: NgramCorpus, base_model: str, max_tokens: int, source: str) -> 
     lines = [
         f"# A corpus for n-gram speculation with {base_model}",
         "",
-        f"{CORPUS_FILE} holds {len(made.lines):,} answers of the model, {made.tokens:,} tokens, one JSON string a line. "
-        "SGLang looks the last tokens of a request up in them and drafts what followed there; the model verifies the "
-        "drafts, and its output stays its own.",
+        f"{CORPUS_FILE} holds {len(made.lines):,} answers of the model, {made.tokens:,} tokens, one JSON string a "
+        "line. SGLang looks the last tokens of a request up in them and drafts what followed there; the model verifies "
+        "the drafts, and its output stays its own.",
         "",
         "## Serve",
         "",
