@@ -38,8 +38,9 @@ heads: $(STAMP)
 $(HEADS):
 	$(MAKE) heads
 
+# Two tests at once, whatever the machine: some of them start two ranks. A file stays together, with what it prepares.
 test: $(STAMP)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Training heads takes as long as installing both engines, and one core; every engine here runs on one, too.
 test-engines:
