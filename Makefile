@@ -23,7 +23,7 @@ help:
 	@echo "make test    all tests but those in real engines"
 	@echo "make test-engines   tests in SGLang and vLLM, each in its own environment, with the demo's heads"
 	@echo "make check   ruff and mypy"
-	@echo "make bench   time the loss, a training step, replay, and the cache's reader and writer; count bytes on the wire"
+	@echo "make bench   time the loss, a training step, replay, and the cache's reader and writer; count bytes on the wire; check a plan"
 	@echo "make bench-engines   time drafting and a round of MEDUSA in SGLang, beside its own n-gram lookup"
 	@echo "make clean   remove the environments and caches; runs/ stays"
 
@@ -62,13 +62,14 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(STAMP)
+bench: $(STAMP) $(HEADS)
 	$(RUN) -m bench.loss
 	$(RUN) -m bench.training
 	$(RUN) -m bench.cache_reader
 	$(RUN) -m bench.reading
 	$(RUN) -m bench.cache_writer
 	$(RUN) -m bench.replay
+	$(RUN) -m bench.plan
 
 bench-engines: $(HEADS) $(SGLANG_STAMP)
 	$(INSTALL_IN_SGLANG)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_k25.acceptance import Replayed, tree_sizes
 from medusa_k25.data.texts import Text
 from medusa_k25.metrics import MISS
 from medusa_k25.ngram import Lookup
@@ -101,11 +102,9 @@ def replay_rows(num_texts: int) -> list[Row]:
     accepted = [tree.accepted(ranks_SK) for ranks_SK in ranks]
     passes = walk_all(accepted)
     draws = Resampling([str(i // 5) for i in range(num_texts)])
-
-    def all_trees(count: int) -> list[float]:
-        ranks_NK, lengths = torch.cat(ranks[:count]), [ANSWER] * count
-        sizes = range(2, 65)
-        return [walk_all(growth.tree(n).accepted(ranks_NK).split(lengths)).acceptance.length for n in sizes]
+    texts = [Text(torch.zeros(ANSWER + 1), 0, str(i // 5), None, None, None) for i in range(num_texts)]
+    of_texts = dict(zip(texts, ranks, strict=True))
+    replayed = Replayed(texts[: num_texts // 2], texts[num_texts // 2 :])
 
     return [
         Row(
@@ -120,7 +119,12 @@ def replay_rows(num_texts: int) -> list[Row]:
             lambda count: plain_replay(ranks[:count], tree),
             0.1,
         ),
-        Row("trees of 2 to 64 nodes, replayed", all_trees, None, 1.0),
+        Row(
+            "trees of 2 to 64 nodes, replayed on half each",
+            lambda _: tree_sizes("joint", growth, of_texts, replayed),
+            None,
+            1.0,
+        ),
         Row(
             "best trees of 2 to 64 nodes",
             lambda count: grow(ranks[:count], 64, WIDTH).paths,

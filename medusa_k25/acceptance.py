@@ -280,10 +280,11 @@ def tree_sizes(
 class Evaluator:
     """`num_nodes`: sizes of a pass to report, root included. Trees use at most `max_width` choices of a head."""
 
-    def __init__(self, num_nodes: Sequence[int], max_width: int, ngram_longest: int):
-        if not num_nodes or min(num_nodes) < 2:
+    def __init__(self, num_nodes: Sequence[int | None], max_width: int, ngram_longest: int):
+        sizes = sorted({nodes for nodes in num_nodes if nodes is not None})
+        if not sizes or sizes[0] < 2:
             raise ValueError(f"evaluate.num_nodes={list(num_nodes)}: a pass verifies 2 tokens or more, root included")
-        self.num_nodes, self.max_width, self.ngram_longest = sorted(set(num_nodes)), max_width, ngram_longest
+        self.num_nodes, self.max_width, self.ngram_longest = sizes, max_width, ngram_longest
 
     def of_cache(self, cache: Cache, heads: Heads, vocabulary: DraftVocabulary, lm_head_MD: Tensor) -> Evaluation:
         """n-gram lookup and heads, on the text of the cache that the heads read."""

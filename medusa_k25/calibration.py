@@ -26,6 +26,7 @@ def timed_positions_per_s(
     device: torch.device,
     low_precision: bool,
     seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Positions a second of one device: the median step of as many as take `seconds`, behind one that warms up.
 
@@ -64,7 +65,7 @@ def timed_positions_per_s(
     step()
     times: list[float] = []
     while len(times) < LEAST_STEPS or sum(times) < seconds:
-        start = time.perf_counter()
+        start = clock()
         step()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return N / median(times)

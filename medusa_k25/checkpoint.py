@@ -21,7 +21,7 @@ from torch import Tensor
 from medusa_k25.heads import HEADS, DraftVocabulary, Heads
 from medusa_k25.target import Target
 
-SCORE = "calibration/acceptance_tree"  # what "best" means
+SCORE = "calibration/speedup"  # what "best" means
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def step_of(path: Path) -> int:
 
 
 def find_checkpoint(folder: Path, which: str | int) -> Path:
-    """`which`: "best" (by acceptance length on calibration text), "last", a step number, or a checkpoint's path."""
+    """`which`: "best" (the fastest on calibration text), "last", a step number, or a checkpoint's path."""
     which = str(which)  # a step comes as an int from the command line
     paths = complete_checkpoints(folder)
     by_step = {str(step_of(path)): path for path in paths}
@@ -113,7 +113,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def score(path: Path) -> float:
-    """Acceptance length on calibration text; below all others for a checkpoint of a run that was told to stop."""
+    """Speed on calibration text; below all others for a checkpoint of a run that was told to stop."""
     return read_record(path)["metrics"].get(SCORE, float("-inf"))
 
 

@@ -10,18 +10,21 @@ share, and drafting; and the sum is moved so that it passes through the nearest 
 "Place" is what a pass costs for, besides its number of nodes: (batch, context, temperature).
 """
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, log
+from pathlib import Path
 
 from medusa_k25.hardware import Hardware, Point
-from medusa_k25.served import Served
+from medusa_k25.served import KIMI_K25, KIMI_K25_NAME, Served
 
 # Tokens of one text agree on experts: 4 of them were reported to wake 2.5 times the experts of one, where independent
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
 CORRELATION = 0.672
 DEFAULT_CONTEXT = 1024
+SIZES = (*range(2, 18), 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
 ITEM_BYTES = 2  # of a state in an all-reduce, bf16
 
 MEASURED, ASSUMED, INTERPOLATED, EXTRAPOLATED, FROM_PARTS = (
@@ -74,6 +77,12 @@ class Length:
                 f"acceptance length {self.mean:g} ({self.low:g} to {self.high:g}): expected 1 <= low <= mean <= high; "
                 "every pass emits the target's own token, which counts"
             )
+
+    @classmethod
+    def around(cls, mean: float, interval: tuple[float, float]) -> "Length":
+        """With an interval from resampling, which may miss the mean by a rounding error or on a handful of answers."""
+        low, high = interval
+        return cls(mean, min(max(low, 1.0), mean), max(high, mean))
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,22 @@ class BestNodes:
 class CycleModel:
     hardware: Hardware
     served: Served
+
+    @classmethod
+    def on(cls, hardware: Hardware, checkpoint: Path) -> "CycleModel":
+        """For the target whose figures these are: Kimi-K2.5, else the one at `checkpoint`."""
+        if hardware.is_of(KIMI_K25_NAME):
+            return cls(hardware, KIMI_K25)
+        return cls(hardware, Served.of_config(json.loads((checkpoint / "config.json").read_text())))
+
+    def heads_ms(
+        self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None
+    ) -> dict[int, float]:
+        """What a pass with Medusa heads takes, one greedy request, by nodes: `num_nodes`, or all SIZES."""
+        if num_nodes is not None and num_nodes < 2:
+            raise ValueError(f"num_nodes={num_nodes}: expected 2 or more, the root is one of them; null: the fastest")
+        draft_ms = heads_draft_ms(self.hardware, self.served, num_heads, num_blocks, draft_vocab_size)
+        return {n: self.cycle(n, draft_ms=draft_ms).ms for n in (SIZES if num_nodes is None else (num_nodes,))}
 
     def cycle(
         self,
@@ -217,9 +242,7 @@ class CycleModel:
             ALL_REDUCES: served.allreduces * allreduce_us / 1000,
         }
 
-    def baseline_tok_s(
-        self, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0, plain_ms: float | None = None
-    ) -> float:
+    def baseline_tok_s(self, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0) -> float:
         """Tokens a second of one request without speculation: the machine's figure, where it is for this place."""
         figure = self.hardware.baseline_tok_s
         if figure is not None and (batch, context, temperature) == (1, DEFAULT_CONTEXT, 0.0):

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from medusa_k25.cycle import Length, model_draft_ms
 from medusa_k25.hardware import Hardware
-from medusa_k25.served import Served
-
-KIMI_K25_NAME = "moonshotai/Kimi-K2.5"
+from medusa_k25.served import KIMI_K25_NAME, Served
 
 
 @dataclass(frozen=True)
@@ -123,5 +121,6 @@ DRAFTERS = (
 )
 
 
-def drafters_for(target: str) -> list[Drafter]:
-    return [drafter for drafter in DRAFTERS if drafter.target == target]
+def drafters_for(hardware: Hardware) -> list[Drafter]:
+    """Those for the target whose passes the machine's are."""
+    return [drafter for drafter in DRAFTERS if hardware.is_of(drafter.target)]

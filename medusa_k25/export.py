@@ -1,15 +1,18 @@
 """The folder to serve from: heads, draft vocabulary, tree and a model card, for SGLang, vLLM or TGI.
 
 python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa] [export_dir=FOLDER]
-                            [num_nodes=9] [tree=[[0],[0,0],[1]]]
+                            [num_nodes=9] [tree=[[0],[0,0],[1]]] [hardware=NAME]
 python -m medusa_k25.export heads=blank [num_nodes=16] [max_width=1] [tree=...] export_dir=FOLDER
 python -m medusa_k25.export format=ngram_corpus [conversations=FILE | cache=FOLDER] [tokenizer=FOLDER]
                             [corpus_tokens=10_000_000] [num_nodes=9] export_dir=FOLDER
+
+The tree is the one that gives most tokens/s on `hardware`, by calibration text, unless num_nodes or tree say otherwise.
 
 format=ngram_corpus: the target's answers for SGLang's n-gram speculation, which needs neither heads nor states.
 heads=blank: untrained heads, which need no checkpoint: serve any tree, and measure what a verify pass costs.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,12 @@ from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
+from medusa_k25.cycle import CycleModel
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
-from medusa_k25.replay import answer_ranks, best_tree
+from medusa_k25.replay import answer_ranks, fastest_tree, grow
 from medusa_k25.report import read_report, update_report
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
@@ -37,7 +41,7 @@ from medusa_k25.target import Target, end_ids_of, load_tokenizer
 from medusa_k25.tree import Tree
 
 
-@verb("target")
+@verb("target", "hardware")
 def main(cfg: DictConfig) -> None:
     if cfg.format == "ngram_corpus":
         export_corpus(cfg)
@@ -86,7 +90,7 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     heads, vocabulary, record = checkpoint.heads, checkpoint.vocabulary, checkpoint.record
     if cfg.tree is not None:
         tree = given_tree(cfg.tree)
-    elif record["tree"] and all(cfg[key] == record["config"][key] for key in ("num_nodes", "max_width")):
+    elif record["tree"] and chosen_alike(cfg, record["config"]):
         tree = Tree(record["tree"])
     else:
         cache = Cache.open(Path(cfg.cache), target)
@@ -94,7 +98,12 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
             cache.refuse_other(record["cache_fingerprint"], str(checkpoint.path))
         lm_head_MD = vocabulary.rows(target.lm_head).float()
         calibration = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
-        tree = best_tree(calibration, cfg.num_nodes, cfg.max_width)
+        if cfg.num_nodes is not None:
+            tree = grow(calibration, cfg.num_nodes, cfg.max_width).tree(cfg.num_nodes)
+        else:
+            passes = CycleModel.on(instantiate(cfg.hardware), target.path)
+            cycle_ms = passes.heads_ms(heads.num_heads, record["heads"]["num_blocks"], len(vocabulary))
+            tree = fastest_tree(calibration, cycle_ms, cfg.max_width)
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     evaluation = read_report(run_dir).get("evaluate")
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
@@ -110,12 +119,23 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     print(f"wrote {folder}: {heads.num_heads} heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
 
 
+def chosen_alike(cfg: DictConfig, trained: Mapping[str, Any]) -> bool:
+    """Whether the tree that training has chosen is the one to export: by the same rule, for the same machine."""
+    return all(
+        (OmegaConf.to_container(cfg[key], resolve=True) if isinstance(cfg[key], DictConfig) else cfg[key])
+        == trained.get(key)
+        for key in ("num_nodes", "max_width", "hardware")
+    )
+
+
 def export_blank(cfg: DictConfig, target: Target) -> None:
     folder = Path(cfg.export_dir)
     if (folder / "config.json").exists():
         provenance = read_json(folder / "config.json").get("medusa_k25")
         if not isinstance(provenance, dict) or provenance.get("heads") != "blank":
             raise ValueError(f"{folder} holds trained heads, which blank ones would replace; give export_dir=FOLDER")
+    if cfg.tree is None and cfg.num_nodes is None:
+        raise ValueError("heads=blank: give num_nodes=N, the tokens that a pass is to take, or tree=[[0],[0,0],[1]]")
     tree = made_up_tree(cfg.num_nodes, cfg.heads.num_heads, cfg.max_width) if cfg.tree is None else given_tree(cfg.tree)
     vocabulary = DraftVocabulary.most_frequent(torch.zeros(target.vocab_size), cfg.draft_vocab_size)
     heads = instantiate(cfg.heads)(target.hidden_size, len(vocabulary), tree)

@@ -10,7 +10,9 @@ from itertools import combinations
 import numpy as np
 
 EXPONENTS = np.linspace(0.05, 1.0, 39)
-TYPICAL = 0.3  # of two points every exponent is one; published data curves of language models have 0.1 to 0.5
+# What an exponent is taken to be before any point is seen: published data curves of language models have 0.1 to 0.5.
+# A few points, noisy as they are, say less about it than this.
+TYPICAL, SPREAD = 0.3, 0.2
 NOISE = 0.01  # of a run's acceptance length, between seeds
 
 
@@ -35,7 +37,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Curve:
-    """The best fit, and all that the points do not rule out: interval() spans those."""
+    """The likeliest fit, given TYPICAL, and all that the points do not rule out: interval() spans those."""
 
     points: tuple[Measured, ...]
     best: Fit
@@ -71,7 +73,7 @@ def fit_curve(points: Sequence[Measured], most: float) -> Curve:
     if wrong := [point for point in points if not 1 <= point.length <= most or point.positions < 1]:
         raise ValueError(f"expected acceptance lengths from 1 to {most:g} of at least one position, got {wrong}")
     fits = _fits(points, most)
-    best = min(fits, key=lambda fit: (round(fit.rms, 9), abs(fit.c - TYPICAL)))
+    best = min(fits, key=lambda fit: len(points) * (fit.rms / NOISE) ** 2 + ((fit.c - TYPICAL) / SPREAD) ** 2)
     possible = []
     for some in [points, *combinations(points, len(points) - 1)]:
         if len({point.positions for point in some}) >= 2:

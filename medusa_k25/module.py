@@ -3,7 +3,7 @@
 Letters: N positions, S states of one answer, D hidden, K heads, M draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import cos, isfinite, pi
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from medusa_k25.data.windows import Batch
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.loss import MedusaLoss, Teacher
 from medusa_k25.metrics import top_accuracy
-from medusa_k25.replay import Acceptance, future_ranks, grow, replay
+from medusa_k25.replay import Acceptance, fastest_tree, future_ranks, replay
 from medusa_k25.tree import Tree
 
 Item = TypeVar("Item")
@@ -87,16 +87,20 @@ class MedusaModule(L.LightningModule):
     """Heads to train, the frozen lm_head rows they share, and what is measured.
 
     `lm_head_MD` is a non-persistent buffer: in no optimizer and in no checkpoint. `optimizer` and `schedule` are called
-    with the parameters and with max_steps. Validation replays whole answers: it chooses the best tree of `num_nodes`
-    nodes on calibration text and reports what that tree and the chain accept on every split:
+    with the parameters and with max_steps. Validation replays whole answers: of the best trees of all sizes in
+    `cycle_ms` it chooses the fastest on calibration text, and reports what it and the chain accept on every split:
 
     SPLIT/acceptance_tree   acceptance length; of held-out conversations with a label also heldout/acceptance_tree/LABEL
     SPLIT/acceptance_chain  likewise
     SPLIT/accepted_headK    share of the tree's passes that accepted drafts of heads 1 to K
     SPLIT/topR_headK        share of the labels that are among the head's R best choices
-    heldout/tokens_per_s    what one request would get from the tree on the machine that serves, if `cycle_ms`, what a
-                            verify pass takes there, is known
-    break_even              the acceptance length at which speculation pays there, if `break_even` is known
+    SPLIT/tokens_per_s      what one request would get from the tree
+    SPLIT/speedup           against no speculation; on calibration text it decides which checkpoint is the best
+    num_nodes               of the tree, the root included
+    break_even              the acceptance length from which on it pays
+
+    cycle_ms: what a verify pass takes on the machine that serves, by its number of nodes. baseline_tok_s: of one
+    request there without speculation.
     """
 
     lm_head_MD: Tensor
@@ -109,20 +113,19 @@ class MedusaModule(L.LightningModule):
         loss: MedusaLoss,
         optimizer: Callable[..., Optimizer],
         schedule: Callable[..., Callable[[int], float]],
-        num_nodes: int,
+        cycle_ms: Mapping[int, float],
+        baseline_tok_s: float,
         max_width: int,
         log_every: int,
-        cycle_ms: float | None = None,
-        break_even: float | None = None,
     ):
         super().__init__()
-        if num_nodes < 2 or max_width < 1:
-            raise ValueError(f"expected num_nodes >= 2 and max_width >= 1, got {num_nodes} and {max_width}")
+        if max_width < 1:
+            raise ValueError(f"expected max_width >= 1, got {max_width}")
         self.heads, self.vocabulary, self.loss = heads, vocabulary, loss
         self.register_buffer("lm_head_MD", lm_head_MD, persistent=False)
         self.optimizer, self.schedule = optimizer, schedule
-        self.num_nodes, self.max_width = num_nodes, max_width
-        self.log_every, self.cycle_ms, self.break_even = log_every, cycle_ms, break_even
+        self.cycle_ms, self.baseline_tok_s = cycle_ms, baseline_tok_s
+        self.max_width, self.log_every = max_width, log_every
         self.tree: Tree | None = None  # chosen at the latest validation
         self.validation_metrics: dict[str, float] = {}
         self.loss_K: list[float] = []  # mean loss of each head when it was last logged
@@ -180,22 +183,25 @@ class MedusaModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         ranks = self._from_all_ranks([answer.ranks_SK for answer in self._validated["calibration"]])
-        growth = grow(ranks, self.num_nodes, self.max_width)
-        self.tree = growth.tree(min(self.num_nodes, growth.most_nodes))  # heads that are always right need no more
-        metrics: dict[str, float] = {}
+        self.tree = fastest_tree(ranks, self.cycle_ms, self.max_width)
+        # text without enough paths gives a smaller tree, which is padded to the size that it was asked for
+        cycle_ms = self.cycle_ms[min(nodes for nodes in self.cycle_ms if nodes >= self.tree.num_nodes)]
+        metrics: dict[str, float] = {
+            "num_nodes": self.tree.num_nodes,
+            "break_even": cycle_ms * self.baseline_tok_s / 1000,
+        }
         for split in VALIDATION_SPLITS:
             # every rank walks its own answers; what the others need is small
             answers = self._from_all_ranks([self._count(answer, self.tree) for answer in self._validated[split]])
             metrics |= {f"{split}/{name}": value for name, value in figures(answers).items()}
+            length = metrics[f"{split}/acceptance_tree"]
+            metrics[f"{split}/tokens_per_s"] = 1000 * length / cycle_ms
+            metrics[f"{split}/speedup"] = length / metrics["break_even"]
             if split == "heldout":
                 for label in sorted({answer.label for answer in answers if answer.label is not None}):
                     labelled = [answer for answer in answers if answer.label == label]
                     for shape, accepted in acceptance(labelled).items():
                         metrics[f"heldout/acceptance_{shape}/{label}"] = accepted.length
-        if self.cycle_ms is not None:
-            metrics["heldout/tokens_per_s"] = 1000 * metrics["heldout/acceptance_tree"] / self.cycle_ms
-        if self.break_even is not None:
-            metrics["break_even"] = self.break_even
         self.validation_metrics = metrics
         self.report(metrics, self.trainer.global_step)
 

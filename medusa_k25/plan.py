@@ -9,6 +9,8 @@ training step on this machine, which is to be the one that `hardware` describes.
 """
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -177,7 +179,9 @@ def cost_on(hardware: Hardware, cfg: DictConfig, served: Served, data: Dataset) 
     )
 
 
-def calibrated(cfg: DictConfig, cost: TrainingCost, hardware: Hardware) -> float:
+def calibrated(
+    cfg: DictConfig, cost: TrainingCost, hardware: Hardware, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Positions/s of all ranks, from steps on one device here: as large a micro-batch as it can do in a few seconds."""
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     if hardware.gpu not in here:
@@ -200,7 +204,9 @@ def calibrated(cfg: DictConfig, cost: TrainingCost, hardware: Hardware) -> float
         )
     heads = instantiate(cfg.heads)(hidden_size=cost.D, draft_vocab_size=cost.M)
     loss, optimizer = instantiate(cfg.loss), instantiate(cfg.optimizer)
-    one = timed_positions_per_s(heads, cost.M, loss, optimizer, small.N, device, cost.low_precision, CALIBRATION_S)
+    one = timed_positions_per_s(
+        heads, cost.M, loss, optimizer, small.N, device, cost.low_precision, CALIBRATION_S, clock
+    )
     return one * cost.world_size
 
 

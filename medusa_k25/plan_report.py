@@ -60,6 +60,19 @@ class Plan:
         return [self.own, *([] if self.rented is None else [self.rented])]
 
     @property
+    def recommendation(self) -> str | None:
+        """What to rent, and where to serve."""
+        if self.advice is None:
+            return None
+        served = [f"on {name} from {found[self.num_nodes].length:.2f} on" for name, found in self.serving.items()]
+        if len(served) < 2:
+            return self.advice
+        return (
+            f"{self.advice} Heads from either machine are the same, but where they serve is not: with {self.num_nodes} "
+            f"nodes they pay {' and '.join(served)} (acceptance length, one request)."
+        )
+
+    @property
     def epochs(self) -> float:
         return self.run.positions / max(self.data.train.states, 1)
 
@@ -74,7 +87,7 @@ class Plan:
             "machines": [_estimate_json(estimated) for estimated in self.estimates],
             "serving": {name: [asdict(one) for one in found.values()] for name, found in self.serving.items()},
             "ways": [{**asdict(way), "hours": way.hours} for way in self.ways],
-            "recommendation": self.advice,
+            "recommendation": self.recommendation,
             "notes": list(notes(self)),
         }
         if self.pilot is not None:
@@ -282,6 +295,14 @@ def notes(plan: Plan) -> Iterator[str]:
         )
         if weights > held:
             yield f"the target's weights take {weights:,.0f} GB, {name} has {held:,.0f} GB: it cannot serve it"
+    for name, found in plan.serving.items():
+        wanted, easiest = found[plan.num_nodes], min(found.values(), key=lambda one: one.length)
+        if wanted.length > plan.own.cost.K:
+            yield (
+                f"on {name} num_nodes={plan.num_nodes} pays from {wanted.length:.2f} tokens a pass on, of the "
+                f"{plan.own.cost.K + 1} that {plan.own.cost.K} heads can give at most; "
+                f"num_nodes={easiest.nodes} pays from {easiest.length:.2f} on"
+            )
     if not 1 <= plan.epochs <= MANY_EPOCHS:
         steps = max(1, round(2 * plan.data.train.states / plan.positions_a_step))
         yield (
@@ -311,16 +332,16 @@ def text(plan: Plan) -> str:
     lines = [f"plan for {plan.name} ({plan.target})"]
     for section in sections(plan):
         lines += ["", section.title, *_aligned(section), *([section.said] if section.said else [])]
-    if plan.advice:
-        lines += ["", "Recommendation", plan.advice]
+    if plan.recommendation:
+        lines += ["", "Recommendation", plan.recommendation]
     return "\n".join([*lines, "", "Assumptions and remarks", *(f"- {note}" for note in notes(plan))])
 
 
 def markdown(plan: Plan) -> str:
     """To be committed: the tables, and the commands that carry the plan out."""
     lines = [f"# Plan: {plan.name}", ""]
-    if plan.advice:
-        lines += [plan.advice, ""]
+    if plan.recommendation:
+        lines += [plan.recommendation, ""]
     for section in sections(plan):
         lines += [f"## {section.title}", "", _row(section.head), _row(["---"] * len(section.head))]
         lines += [*(_row(row) for row in section.rows), "", *([section.said, ""] if section.said else [])]

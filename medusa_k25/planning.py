@@ -6,6 +6,7 @@ gb are 1e9 bytes, hours are of one machine, money is in US dollars.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from medusa_k25.costs import TrainingCost
 from medusa_k25.cycle import BreakEven, CycleModel, heads_draft_ms
@@ -189,7 +190,8 @@ def planned_run(data: Dataset, steps: int, positions_a_step: int, validate_every
             (data.train, min(data.heldout.answers, data.train.answers)),
         )
     )
-    return Run(steps * positions_a_step, round(-(-steps // validate_every) * once), steps)
+    steps_an_epoch = ceil(data.train.states / positions_a_step)  # a step never crosses an epoch
+    return Run(round(steps / steps_an_epoch * data.train.states), ceil(steps / validate_every) * round(once), steps)
 
 
 @dataclass(frozen=True)

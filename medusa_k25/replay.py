@@ -18,7 +18,7 @@ Letters: S states of one answer, N of all, K heads, D hidden, M draft vocabulary
 B resamples.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,7 @@ from medusa_k25.cache import Cache, Document
 from medusa_k25.data.windows import answers_of
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.metrics import label_ranks
-from medusa_k25.tree import Growth, Path, Tree
+from medusa_k25.tree import Growth, Path, Tree, places
 
 NO_CALIBRATION = "there is no answer in the calibration split to choose a tree on; capture more conversations"
 
@@ -191,18 +191,30 @@ def grow(calibration: Sequence[Tensor], most_nodes: int, max_width: int) -> Grow
     return Growth.by_count(torch.cat(list(calibration)), most_nodes, max_width)
 
 
-def best_tree(calibration: Sequence[Tensor], num_nodes: int, max_width: int) -> Tree:
-    """The tree of `num_nodes` nodes that accepts most on calibration text; ValueError where it has not enough paths."""
-    return grow(calibration, num_nodes, max_width).tree(num_nodes)
+def fastest_tree(calibration: Sequence[Tensor], cycle_ms: Mapping[int, float], max_width: int) -> Tree:
+    """Of the best trees of all sizes in `cycle_ms` the one with most tokens a second: not the one that accepts most.
+
+    cycle_ms: what a pass takes by its number of nodes, the root included. Calibration text that has not enough paths
+    for a size has a smaller tree, with as much in it. Of equals the smallest.
+    """
+    growth = grow(calibration, max(cycle_ms), max_width)
+    places_NK = places(growth.paths, torch.cat(list(calibration)))
+    states = [len(ranks_SK) for ranks_SK in calibration]
+
+    def speed(nodes: int) -> float:
+        accepted_N = (places_NK < nodes - 1).sum(dim=1)  # the first paths are the tree of that size
+        return walk_all(accepted_N.split(states)).acceptance.length / cycle_ms[nodes]
+
+    return growth.tree(min(max(sorted(cycle_ms), key=speed), growth.most_nodes))
 
 
 def grow_where_walks_stop(calibration: Sequence[Tensor], most_nodes: int, max_width: int) -> Growth:
     """Like `grow`, but each path is counted only where a server that has the tree so far would draft.
 
     A stretch of text that is easy to predict is full of positions at which deep paths are right, and a server skips
-    most of them: counting all positions makes trees too deep. Path after path the one joins that is right most often
-    where the walk of the tree before it stops; its share is of those positions, and the shares need not fall. Better
-    than `grow` by what notes/LOG.md measures, and not proven to be the best: that depends on itself.
+    most of them: counting all positions takes deep paths too early. Path after path the one joins that is right most
+    often where the walk of the tree before it stops; its share is of those positions, and the shares need not fall. No
+    tree is proven best this way: where a walk stops depends on the tree. notes/LOG.md says what it was worth.
     """
     if not calibration:
         raise ValueError(NO_CALIBRATION)

@@ -184,6 +184,7 @@ class _Stored:
 
 
 # The public config.json, so that planning needs no checkpoint.
+KIMI_K25_NAME = "moonshotai/Kimi-K2.5"
 KIMI_K25_CONFIG: dict[str, Any] = {
     "model_type": "kimi_k25",
     "tie_word_embeddings": False,

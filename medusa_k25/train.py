@@ -3,11 +3,11 @@
 Letters: D hidden, V vocabulary, M draft vocabulary, K heads.
 """
 
-import json
 import logging
 import signal
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,15 +29,13 @@ from medusa_k25.callbacks import Checkpoints, Progress, Stopped
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, verb
 from medusa_k25.costs import TrainingCost, peak_flops
-from medusa_k25.cycle import BreakEven
+from medusa_k25.cycle import CycleModel
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import documents_of, in_share, token_counts
-from medusa_k25.hardware import Hardware
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
-from medusa_k25.planning import heads_break_even
 from medusa_k25.preflight import (
     claim,
     cost_of,
@@ -48,12 +46,13 @@ from medusa_k25.preflight import (
     summarise,
 )
 from medusa_k25.report import read_report, update_report
-from medusa_k25.served import Served
 from medusa_k25.target import Target
 from medusa_k25.tracking import MetricsTable, WandbRun
 from medusa_k25.warm_start import warm_start
 
 say = rank_zero_only(print)
+
+SHOWN_SIZES = (2, 3, 4, 5, 8, 16)  # of a pass, in the summary
 
 
 @dataclass(frozen=True)
@@ -159,18 +158,13 @@ def conclude(cfg: DictConfig, training: Training) -> None:
         if isinstance(logger, WandbRun):
             logger.log_heads(metrics, best.record["step"])
             logger.finish()
-    tree = metrics["heldout/acceptance_tree"]
-    against = ""
-    if "break_even" in metrics:
-        pays = metrics["break_even"]
-        against = (
-            f", {'above' if tree > pays else 'below'} the break-even of {pays:.2f} on {cfg.hardware.name}: "
-            f"{metrics['heldout/tokens_per_s']:.1f} tokens/s expected, "
-            f"{metrics['heldout/tokens_per_s'] * pays / tree:.1f} without"
-        )
+    tree, chain = metrics["heldout/acceptance_tree"], metrics["heldout/acceptance_chain"]
+    pays, speed = metrics["break_even"], metrics["heldout/tokens_per_s"]
     print(
-        f"acceptance length on held-out text {tree:.3f} (tree of {cfg.num_nodes} nodes{against}), "
-        f"{metrics['heldout/acceptance_chain']:.3f} (chain); best checkpoint: {best.path}"
+        f"acceptance length on held-out text {tree:.3f} (tree of {metrics['num_nodes']} nodes, "
+        f"{'above' if tree > pays else 'below'} the break-even of {pays:.2f} on {cfg.hardware.name}: "
+        f"{speed:.1f} tokens/s expected, {speed * pays / tree:.1f} without), {chain:.3f} (chain); "
+        f"best checkpoint: {best.path}"
     )
 
 
@@ -220,11 +214,8 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     cost = cost_of(cfg, sizes, len(vocabulary), loss.needs_teacher, data, devices, device)
     refuse_what_cannot_fit(cost, Path(cfg.run_dir), device, devices)
 
-    paying = None
-    hardware = instantiate(cfg.hardware)
-    if hardware.is_of(target.name):
-        served = Served.of_config(json.loads((target.path / "config.json").read_text()))
-        paying = heads_break_even(hardware, served, cost, cfg.num_nodes)
+    passes = CycleModel.on(instantiate(cfg.hardware), target.path)
+    cycle_ms = passes.heads_ms(cost.K, cost.blocks, cost.M, cfg.num_nodes)
 
     lm_head_MD = vocabulary.rows(target.lm_head)
     heads = new_heads()
@@ -239,10 +230,10 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         loss,
         instantiate(cfg.optimizer),
         instantiate(cfg.schedule),
-        cfg.num_nodes,
+        cycle_ms,
+        passes.baseline_tok_s(),
         cfg.max_width,
         cfg.trainer.log_every_n_steps,
-        *((None, None) if paying is None else (paying.cycle_ms, paying.length)),
     )
     record = {
         "target": {
@@ -281,21 +272,25 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         "calibration": vocabulary.coverage(token_counts(cache, data.documents["calibration"])),
     }
     summary = "\n".join(
-        [summarise(cfg, target, heads, data, cost, peak, coverage), serving_line(hardware, paying, target)]
+        [summarise(cfg, target, heads, data, cost, peak, coverage), serving_line(passes, cycle_ms, target)]
     )
     return Training(module, data, trainer, cost, record, summary)
 
 
-def serving_line(hardware: Hardware, paying: BreakEven | None, target: Target) -> str:
+def serving_line(passes: CycleModel, cycle_ms: Mapping[int, float], target: Target) -> str:
     """What the heads have to reach, for the run's summary."""
-    if paying is None:
-        return (
-            f"serving     hardware={hardware.name} has figures of {hardware.target}, not of {target.name}: no tokens/s"
-        )
+    machine, baseline = passes.hardware, passes.baseline_tok_s()
+    shown = ", ".join(
+        f"{nodes} nodes {ms:.1f} ms ({ms * baseline / 1000:.2f})"
+        for nodes, ms in cycle_ms.items()
+        if nodes in SHOWN_SIZES or len(cycle_ms) == 1
+    )
+    whose = (
+        "" if machine.is_of(target.name) else f", of {machine.target}: what they say of {target.name} is a rehearsal"
+    )
     return (
-        f"serving     on {hardware.name} a pass of {paying.nodes} nodes takes {paying.cycle_ms:.1f} ms "
-        f"({paying.basis}); it pays from an acceptance length of {paying.length:.2f} on "
-        f"({paying.low:.2f} to {paying.high:.2f})"
+        f"serving     passes on {machine.name}{whose}: {baseline:.1f} tokens/s without speculation; {shown} "
+        "(acceptance length from which on it pays)"
     )
 
 

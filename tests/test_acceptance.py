@@ -179,3 +179,6 @@ def test_how_a_pass_is_split_is_chosen_on_calibration_text(replayed_and_ranks):
     useless = HeadsBesideLookup("both", heads, looked_up(9), replayed.calibration)
     assert useless.share(9) == Share(0, 1)
     assert replayed.row(useless, 9).every == replayed.row(heads, 9).every
+    # whatever held-out text would have liked
+    mixed = looked_up(9) | {text: looked_up(1)[text] for text in replayed.heldout}
+    assert HeadsBesideLookup("both", heads, mixed, replayed.calibration).share(9) == Share(0, 1)

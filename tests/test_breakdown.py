@@ -12,7 +12,7 @@ def text(states: int, document: str, group: str | None, label: str | None, answe
     return Text(torch.zeros(states + 3, dtype=torch.int32), 2, document, group, label, 0.0, answer_at)
 
 
-TEXTS = [text(6, "a", "trees", None, 3), text(20, "b", "birds", "long", 0), text(2, "c", "trees", None, 3)]
+TEXTS = [text(6, "a", "trees", None, 4), text(20, "b", "birds", "long", 0), text(2, "c", "trees", None, 3)]
 #                                          passes: 3 + 1 + 2 tokens | 20 of one token, but the last | one of two
 ACCEPTED = [torch.tensor([2, 9, 9, 0, 1, 9]), torch.tensor([0] * 18 + [4, 9]), torch.tensor([1, 0])]
 
@@ -31,7 +31,7 @@ def test_parts_by_hand(breakdown):
     assert counts(breakdown.labels) == {"long": (1, 19, 20)}
     # a pass belongs to the token after its root: those of b from state 15 on emit token 16 and on
     assert counts(breakdown.positions) == {"0 to 15": (3, 19, 23), "16 to 63": (1, 4, 5)}
-    # a: its first pass emits tokens 1 to 3, of which 1 and 2 are thoughts; c: tokens 1 and 2, both thoughts
+    # a: its first pass emits tokens 1 to 3, the last thoughts, the next one token 4; c: tokens 1 and 2, both thoughts
     assert counts(breakdown.sections) == {"thoughts": (2, 2, 5), "answer": (2, 21, 23)}
     # accepted: a 2, 0, 1; b 18 times 0 and then 2 of 2 left; c 1
     assert breakdown.accepted_share == pytest.approx([4 / 23, 2 / 23])

@@ -1,4 +1,6 @@
 from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from medusa_k25.data.datamodule import EqualShares
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.sampler import Position, Share, StepShares
-from medusa_k25.data.windows import Windows, answers_of, future_of, runs_of, token_counts
+from medusa_k25.data.splits import split_of
+from medusa_k25.data.windows import Windows, answers_of, future_of, in_share, runs_of, token_counts
 from tests.tiny import cache_of
 
 
@@ -176,3 +179,21 @@ def test_validation_shares_are_equally_long(n, world_size):
     shares = [list(EqualShares(n, rank, world_size)) for rank in range(world_size)]
     assert {len(share) for share in shares} == {len(EqualShares(n, 0, world_size))}
     assert sorted(i for share in shares for batch in share for i in batch) == list(range(n))
+
+
+def test_shares_of_the_training_text_are_nested_and_as_large_as_they_say():
+    documents: list[Any] = [SimpleNamespace(hash=f"{i}") for i in range(4000)]
+    before: set[str] = set()
+    for share_ in (0.1, 0.25, 0.5, 1.0):
+        chosen = [document.hash for document in in_share(documents, share_)]
+        assert before <= {*chosen}
+        assert len(chosen) / len(documents) == pytest.approx(share_, abs=0.03)
+        before = {*chosen}
+    assert len(before) == len(documents)
+    held_out = [document for document in documents if split_of(None, document.hash) == "heldout"]
+    assert len(in_share(held_out, 0.5)) / len(held_out) == pytest.approx(0.5, abs=0.08)  # another hash than the split's
+    for wrong in (0, -0.5, 1.5):
+        with pytest.raises(ValueError, match=f"data.share={wrong}: expected a part"):
+            in_share(documents, wrong)
+    with pytest.raises(ValueError, match=r"data.share=0.0001 of 3 training documents are none; take a larger"):
+        in_share(documents[:3], 0.0001)

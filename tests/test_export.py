@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 
 from medusa_k25 import export
 from medusa_k25.checkpoint import write_heads
@@ -37,9 +38,10 @@ def run_dir(tiny_llama, tmp_path):
         "cache_fingerprint": "f" * 64,
         "code_version": "0",
         "step": 70,
-        "config": {"num_nodes": 9, "max_width": 10},
+        "config": {key: compose([])[key] for key in ("num_nodes", "max_width")}
+        | {"hardware": plain(compose([]).hardware)},
         "metrics": {
-            "calibration/acceptance_tree": 1.0,
+            "calibration/speedup": 1.0,
             "heldout/acceptance_tree": 1.3125,
             "heldout/acceptance_chain": 1.25,
         },
@@ -49,6 +51,10 @@ def run_dir(tiny_llama, tmp_path):
     folder.mkdir(parents=True)
     write_heads(folder, heads.state_dict(), heads, vocabulary, record)
     return tmp_path / "run"
+
+
+def plain(node):
+    return OmegaConf.to_container(node, resolve=True)
 
 
 def run(run_dir, target, *overrides):
@@ -161,7 +167,14 @@ def test_blank_heads_need_no_checkpoint_and_take_any_tree(tiny_llama, tmp_path, 
     run(tmp_path / "run", tiny_llama, "heads=blank", *chain)
     assert load_served(folder).tree == Tree.chain(5)
     assert load_served(folder).config["medusa_tree_fallback"] == "chain"
-    own = ["heads=blank", "heads.own_lm_head=true", "heads.num_heads=4", "draft_vocab_size=null", "format=vllm"]
+    own = [
+        "heads=blank",
+        "num_nodes=9",
+        "heads.own_lm_head=true",
+        "heads.num_heads=4",
+        "draft_vocab_size=null",
+        "format=vllm",
+    ]
     run(tmp_path / "run", tiny_llama, *own)
     assert load_served(folder).heads.num_heads == 4
     assert torch.equal(tensors_of(load_served(folder).heads)["lm_heads.3.weight"], tiny_llama.lm_head)
@@ -171,9 +184,9 @@ def test_blank_heads_never_replace_trained_ones(run_dir, tiny_llama):
     run(run_dir, tiny_llama)
     before = (run_dir / "export" / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match="holds trained heads, which blank ones would replace; give export_dir=FOLDER"):
-        run(run_dir, tiny_llama, "heads=blank", "draft_vocab_size=null")
+        run(run_dir, tiny_llama, "heads=blank", "num_nodes=9", "draft_vocab_size=null")
     shutil.rmtree(run_dir / "checkpoints")
-    run(run_dir, tiny_llama, "heads=blank", "draft_vocab_size=null", f"export_dir={run_dir / 'blank'}")
+    run(run_dir, tiny_llama, "heads=blank", "num_nodes=9", "draft_vocab_size=null", f"export_dir={run_dir / 'blank'}")
     assert (run_dir / "export" / "model.safetensors").read_bytes() == before
 
 
@@ -197,9 +210,9 @@ def test_blank_heads_of_the_k25_experiment(tiny_k25, tmp_path):
         (["heads.num_heads=1", "num_nodes=40"], "1 heads with 10 choices each make 11 nodes; raise heads.num_heads"),
         (["heads.num_heads=1", "tree=[[0],[0,0]]"], "2 deep but there are 1 heads"),
         (["num_nodes=2000", "max_width=20"], "the tree has 2,000 nodes, a server takes at most 1,024"),
-        (["format=gguf"], "format=gguf: expected one of sglang, vllm, medusa"),
-        (["medusa_tree_fallback=tree"], "medusa_tree_fallback=tree: expected null or chain"),
-        (["export_dtype=float8"], "export_dtype: expected bfloat16, float16 or float32"),
+        (["num_nodes=9", "format=gguf"], "format=gguf: expected one of sglang, vllm, medusa"),
+        (["num_nodes=9", "medusa_tree_fallback=tree"], "medusa_tree_fallback=tree: expected null or chain"),
+        (["num_nodes=9", "export_dtype=float8"], "export_dtype: expected bfloat16, float16 or float32"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(tiny_llama, tmp_path, overrides, message):

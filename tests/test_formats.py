@@ -183,9 +183,7 @@ def checkpoint_at(folder, step, score, heads=None):
     path = folder / f"step-{step:06d}"
     path.mkdir(parents=True)
     heads = heads or random_heads()
-    write_heads(
-        path, heads.state_dict(), heads, VOCABULARY, {"metrics": {"calibration/acceptance_tree": score}, "step": step}
-    )
+    write_heads(path, heads.state_dict(), heads, VOCABULARY, {"metrics": {"calibration/speedup": score}, "step": step})
     return path
 
 

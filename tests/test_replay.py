@@ -14,8 +14,8 @@ from medusa_k25.ngram import ngram_accepted
 from medusa_k25.replay import (
     Acceptance,
     Resampling,
-    best_tree,
     between,
+    fastest_tree,
     future_ranks,
     grow,
     grow_where_walks_stop,
@@ -107,12 +107,19 @@ def test_ranks_are_those_of_each_heads_own_logits(own, bias):
         assert ranks_SK[:, k].tolist() == expected
 
 
+def test_the_fastest_tree_weighs_what_it_accepts_against_what_its_pass_takes():
+    answers = [torch.tensor([[0, 0], [0, 0], [1, 0], [0, 0]])]  # 2 nodes: 4 tokens in 2 passes; 4 nodes: in 2, too
+    assert fastest_tree(answers, {2: 10.0, 3: 10.1, 4: 30.0}, max_width=3).num_nodes == 3
+    assert fastest_tree(answers, {2: 10.0, 3: 20.0, 4: 30.0}, max_width=3) == Tree([[0]])
+    assert fastest_tree(answers, {64: 10.0}, max_width=3).num_nodes == 5  # there are no more paths
+
+
 def test_the_best_tree_is_chosen_on_all_answers_together():
     answers = [torch.tensor([[0, 1], [0, 1]]), torch.tensor([[2, 0]]), torch.tensor([[3, 3]] * 9)]
-    assert best_tree(answers, 3, max_width=3) == Tree([[0], [0, 1]])
-    assert best_tree(answers, 3, max_width=4) == Tree([[3], [3, 3]])
+    assert fastest_tree(answers, {3: 1.0}, max_width=3) == Tree([[0], [0, 1]])
+    assert fastest_tree(answers, {3: 1.0}, max_width=4) == Tree([[3], [3, 3]])
     with pytest.raises(ValueError, match="no answer in the calibration split"):
-        best_tree([], 3, 3)
+        fastest_tree([], {3: 1.0}, 3)
 
 
 def test_a_path_counts_where_the_walk_stops():

@@ -23,11 +23,12 @@ from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, compose
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.sampler import Share
-from medusa_k25.data.windows import documents_of
+from medusa_k25.data.windows import documents_of, in_share, token_counts
+from medusa_k25.heads import DraftVocabulary
 from medusa_k25.loss import Teacher
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
-from medusa_k25.report import update_report
+from medusa_k25.report import read_report, update_report
 from medusa_k25.tree import Tree
 from tests.tiny import cache_of
 
@@ -485,6 +486,20 @@ def test_trained_heads_beat_untrained_ones_in_the_report(config, cache, tiny_k25
         lengths = [evaluation.row(predictor, n).every.length for n in (2, 3, 5)]
         assert lengths == sorted(lengths)
     assert all(head == sorted(head) for head in evaluation.accuracy_KR)
+
+
+def test_a_run_on_a_share_learns_from_that_alone_and_is_judged_on_the_same_text(config, cache, tiny_k25, tmp_path):
+    whole, half = (training.build(config(f"data.share={share}"), tiny_k25, cache) for share in (1.0, 0.5))
+    chosen = in_share(whole.data.documents["train"], 0.5)
+    assert 0 < len(chosen) < len(whole.data.documents["train"])
+    assert half.data.documents["train"] == chosen
+    assert {run.document.id for run in half.data.windows.runs} == {document.id for document in chosen}
+    for split in ("calibration", "heldout"):
+        assert half.data.documents[split] == whole.data.documents[split]
+    counts_V = token_counts(cache, chosen)
+    assert torch.equal(half.module.vocabulary.token_ids_M, DraftVocabulary.most_frequent(counts_V, 300).token_ids_M)
+    training.train(config("data.share=0.5", "trainer.max_steps=2"))
+    assert read_report(tmp_path / "run")["train"]["positions"] == half.data.windows.num_positions
 
 
 def test_the_schedule_rises_and_falls():

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from medusa_k25 import decode, evaluate, export
 from medusa_k25.checkpoint import write_heads
@@ -37,8 +38,8 @@ def run_verb(cache, tiny_llama, tmp_path_factory):
         "cache_fingerprint": cache.fingerprint,
         "code_version": "0",
         "step": 1,
-        "config": {"num_nodes": 3, "max_width": 10},
-        "metrics": {"calibration/acceptance_tree": 1.0},
+        "config": {"num_nodes": 3, "max_width": 10, "hardware": OmegaConf.to_container(compose([]).hardware)},
+        "metrics": {"calibration/speedup": 1.0},
         "tree": [[0], [1]],
     }
     run_dir = tmp_path_factory.mktemp("run")

@@ -16,7 +16,7 @@ D, V = 8, 20
 TARGET_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(0))
 VOCABULARY = DraftVocabulary(torch.tensor([1, 4, 7, 9]), V)
 ALL = DraftVocabulary(torch.arange(V), V)
-PROVENANCE = {"target": {"name": "toy", "revision": "main"}, "step": 7, "metrics": {"calibration/acceptance_tree": 1.5}}
+PROVENANCE = {"target": {"name": "toy", "revision": "main"}, "step": 7, "metrics": {"calibration/speedup": 1.5}}
 
 
 def trained(num_heads=3, num_blocks=2, vocabulary=VOCABULARY, **options):

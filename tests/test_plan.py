@@ -1,0 +1,204 @@
+"""The verb plan: it needs an experiment and a hardware file, no checkpoint, cache or GPU."""
+
+import inspect
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_k25 import plan
+from medusa_k25.config import VERBS, ConfigError, compose, conf_dir
+from medusa_k25.conversations import prompt_key
+from medusa_k25.data.splits import SPLITS, split_of
+from medusa_k25.served import KIMI_K25, KIMI_K25_CONFIG
+from medusa_k25.target_builders import find_checkpoint
+
+EXPERIMENTS = sorted(file.stem for file in (conf_dir() / "exp").glob("*.yaml"))
+K25 = "+exp=k25_4heads"
+NOWHERE = "target.path=no/such-model"
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """(overrides...) -> the plan's section of report.json, what was printed, and plan.md"""
+
+    def run(*overrides):
+        groups = ("plan", "hardware", "heads", "loss", "optimizer")
+        inspect.unwrap(plan.main)(compose([f"run_dir={tmp_path / 'run'}", *overrides], groups=groups))
+        report = json.loads((tmp_path / "run" / "report.json").read_text())
+        return report["plan"], capsys.readouterr().out, (tmp_path / "run" / "plan.md").read_text()
+
+    return run
+
+
+@pytest.fixture
+def smollm2_like(tmp_path):
+    """Overrides: a target of SmolLM2's sizes whose checkpoint is its config.json."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps({**sizes, "intermediate_size": 128, "tie_word_embeddings": True}))
+    return ["+exp=k25_4heads", "hardware=cpu", "trainer=cpu", "strategy=auto", f"target.path={folder}"]
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("k25")])
+def test_every_experiment_plans_without_a_checkpoint(planned, name):
+    report, out, markdown = planned(f"+exp={name}", NOWHERE, "alternative=h200_x8")
+    assert report["data"]["samples"] == 37_000
+    assert all(machine["memory_fits"] for machine in report["machines"])
+    assert all(hours > 0 for machine in report["machines"] for hours in machine["hours"].values())
+    assert report["recommendation"] in out
+    for heading in ("## Data", "## Capture", "## Vocabulary", "## Training", "## Commands", "## Deployment"):
+        assert heading in markdown
+
+
+def test_the_embedded_default_plans(planned, tiny_llama):
+    report, out, _ = planned("target=local", f"target.path={tiny_llama.path}")
+    assert report["machines"][0]["hardware"] == "cpu"
+    assert (report["ways"], report["recommendation"], report["serving"]) == ([], None, {})
+    assert "cpu has the rates of smollm2-135m-instruct, not of local: no break-even" in out
+
+
+def test_kimi_k25_is_what_its_sizes_say(planned):
+    report, out, markdown = planned(K25, NOWHERE, "alternative=b200_nvl8")
+    home, rented = report["machines"]
+    assert report["training"]["trained_parameters"] == pytest.approx(205.5e6, rel=1e-3)
+    assert home["positions_per_s"] == pytest.approx(92e3, rel=0.01)
+    assert home["hours"]["generate"] == pytest.approx(7.7, abs=0.05)
+    assert report["cache_bytes"]["all, bfloat16"] == pytest.approx(1.06e12, rel=2e-3)
+    assert (home["price_per_hour"], rented["price_per_hour"]) == (None, 40)
+    four = next(one for one in report["serving"]["rtx_pro_6000_x8"] if one["nodes"] == 4)
+    assert four["length"] == pytest.approx(2.46, abs=0.005)
+    assert "on rtx_pro_6000_x8 num_nodes=8 pays from 4.68 tokens a pass on, of the 5 that 4 heads" in out
+    assert "with 8 nodes they pay on rtx_pro_6000_x8 from 4.68 on and on b200_nvl8 from 1.39 on" in out
+    for said in ("generate_tok_s 2000 (assumed", "own machine is worth $15 (assumed", "extrapolated"):
+        assert said in out and said in markdown
+
+
+def test_hero_data_are_dearer_at_home_than_a_rented_machine(planned):
+    report, out, _ = planned(K25, NOWHERE, "alternative=b200_nvl8", "plan.samples=200000")
+    assert report["ways"][0]["hours"] > 40
+    assert "it is worth renting" in report["recommendation"]
+    assert "scaled from 37,000 samples" in out
+    assert "are 0.65 epochs of this data; two are trainer.max_steps=" in out
+
+
+def test_a_checkpoint_that_is_there_gives_the_sizes(planned, tmp_path):
+    text = {**KIMI_K25_CONFIG["text_config"], "num_hidden_layers": 31}
+    (tmp_path / "config.json").write_text(json.dumps({**KIMI_K25_CONFIG, "text_config": text}))
+    served = plan.served_of(compose([K25, f"target.path={tmp_path}"]).target)
+    assert served.layers == 31
+    assert plan.served_of(compose([K25, NOWHERE]).target) == KIMI_K25
+
+
+def write_conversations(path: Path, count: int) -> None:
+    rows = [
+        {
+            "id": f"{i}",
+            "group": None,
+            "messages": [],
+            "prompt_ids": [i, i + 1, i + 2],
+            "answer_ids": list(range(5 + i % 3)),
+            "answer": "",
+            "finish_reason": "stop",
+            "sampling": {"mode": "greedy", "temperature": 0.0, "top_p": 1.0},
+            "dtype": "float32",
+            "label": None,
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_conversations_are_counted(planned, tmp_path):
+    file = tmp_path / "answers.jsonl"
+    write_conversations(file, 60)
+    data = planned(K25, NOWHERE, f"conversations={file}")[0]["data"]
+    assert (data["samples"], data["prompt_tokens"], data["answer_tokens"]) == (60, 180, 360)
+    assert (data["longest_answer"], data["source"]) == (7, f"counted in {file}")
+    splits = [split_of(None, prompt_key([i, i + 1, i + 2])) for i in range(60)]
+    for split in SPLITS:
+        states = sum(4 + i % 3 for i in range(60) if splits[i] == split)
+        assert data[split] == {"answers": splits.count(split), "states": states}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["alternative=b200_nvl"], r"conf/hardware has no 'b200_nvl'; did you mean 'b200_nvl8'\? \(it has b200_nvl8, "),
+        (["alternative=rtx_pro_6000_x8"], "alternative=rtx_pro_6000_x8 is the machine that hardware= names"),
+        (["conversations=no/such.jsonl"], "no conversations at .*no/such.jsonl"),
+        (["hardware.generate_tok_s=null"], "generate_tok_s is null.* in conf/hardware/rtx_pro_6000_x8.yaml"),
+        (["hardware.train_share.value=1.5"], "train_share: value is 1.5, expected a number above 0, at most 1"),
+        (["plan.own_hour=-1"], "plan.own_hour=-1: expected 0 or more"),
+        (["calibrate=true"], r"times this machine \(GPU: none\), but hardware rtx_pro_6000_x8 has GPU: RTX PRO 6000"),
+        (["pilot=[no/such]"], "pilot: no/such is no trained run"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_error(planned, overrides, message, tmp_path):
+    with pytest.raises(Exception, match=message) as raised:
+        planned(K25, NOWHERE, *overrides)
+    assert isinstance(raised.value.__cause__ or raised.value, ValueError | ConfigError)
+    assert not (tmp_path / "run").exists()
+
+
+def test_calibration_replaces_the_rate_of_the_file(planned, smollm2_like, monkeypatch):
+    monkeypatch.setattr(plan, "CALIBRATION_S", 0.2)
+    settings = [*smollm2_like, "draft_vocab_size=256", "data.window=16", "data.batch_size=4"]
+    assumed = planned(*settings)[0]["machines"][0]
+    report, out, _ = planned(*settings, "calibrate=true")
+    measured = report["machines"][0]
+    assert 1e2 < measured["positions_per_s"] < 1e8
+    assert measured["positions_per_s"] != assumed["positions_per_s"]
+    assert f"timed {measured['positions_per_s']:,.0f} positions/s" in out
+
+
+def trained_run(folder: Path, positions: int, length: float, nodes: int = 8) -> str:
+    folder.mkdir(parents=True)
+    trained = {"positions": positions, "metrics": {"heldout/acceptance_tree": length}}
+    (folder / "report.json").write_text(json.dumps({"train": trained}))
+    (folder / "config.yaml").write_text(f"num_nodes: {nodes}\n")
+    return str(folder)
+
+
+def test_a_pilot_says_whether_its_heads_will_pay(planned, tmp_path):
+    def said(name, *lengths):
+        runs = [trained_run(tmp_path / f"{name}{i}", 10**5 * 2**i, length) for i, length in enumerate(lengths)]
+        report, out, _ = planned(K25, NOWHERE, f"pilot=[{','.join(runs)}]", "hardware=b200_nvl8")
+        pilot = report["pilot"]
+        assert pilot["interval"][0] <= pilot["expected_length"] <= pilot["interval"][1]
+        assert [point["length"] for point in pilot["points"]] == list(lengths)
+        (verdict,) = pilot["verdict"]
+        assert verdict in out
+        return verdict
+
+    assert "WARNING: these heads will not reach break-even on b200_nvl8 (1.39, 8 nodes)" in said("flat", 1.1, 1.1, 1.1)
+    assert "expected to reach break-even" in said("good", 1.9, 2.0, 2.08)
+    assert "too close to call" in said("close", 1.2, 1.3, 1.38)
+    with pytest.raises(ValueError, match="was judged with num_nodes=5, this plan is for 8"):
+        planned(K25, NOWHERE, f"pilot=[{trained_run(tmp_path / 'other', 10, 1.5, nodes=5)}]")
+
+
+def test_the_commands_of_a_plan_exist(planned, tmp_path, monkeypatch, capsys):
+    """From the command line, which knows the experiment's name."""
+    arguments = ["plan", K25, NOWHERE, "alternative=b200_nvl8", f"run_dir={tmp_path}", "name=mine"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    plan.main()
+    assert f"wrote {tmp_path / 'plan.md'}" in capsys.readouterr().out
+    commands = (tmp_path / "plan.md").read_text().partition("```sh\n")[2].partition("```")[0].splitlines()
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command)
+        if words[0] == "python":
+            assert words[2].removeprefix("medusa_k25.") in VERBS
+            compose(words[3:])
+        else:
+            assert words[:3] == ["NAME=mine", "EXP=k25_4heads", "CACHE=runs/mine/cache"]
+            assert (Path(__file__).parents[1] / words[3]).exists()
+
+
+def test_a_model_that_is_not_there_is_really_not_there():
+    with pytest.raises(ValueError, match="neither a folder nor in the local"):
+        find_checkpoint("no/such-model")
