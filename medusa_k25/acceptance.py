@@ -400,8 +400,11 @@ class Evaluator:
         self, replayed: Replayed, predictors: Sequence[Predictor], ranks: Mapping[Text, Tensor] | None = None
     ) -> Evaluation:
         """Everything is chosen on calibration text and reported on held-out text."""
-        work = [(predictor, n) for predictor in predictors for n in self.sizes(predictor)]
+        # the largest first: what was found in a corpus serves all smaller ones
+        work = [(predictor, n) for predictor in predictors for n in reversed(self.sizes(predictor))]
         rows = [replayed.row(predictor, n) for predictor, n in tqdm(work, desc="replay", unit="row", leave=False)]
+        order = [predictor.name for predictor in predictors]
+        rows.sort(key=lambda row: (order.index(row.predictor), row.num_nodes))
         accuracy_KR: list[list[float]] = []
         labels: list[int] = []
         trees: list[TreeSize] = []

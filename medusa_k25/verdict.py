@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from medusa_k25.acceptance import Row
+from medusa_k25.acceptance import BOTH, Row
 from medusa_k25.cycle import (
     DEFAULT_CONTEXT,
     EXTRAPOLATED,
@@ -28,7 +28,8 @@ NOTHING = "none"
 class Candidate:
     """A predictor that verifies `nodes` tokens a pass, and what it accepts.
 
-    published: by its makers, on their text; else replayed on yours. launch: the command that serves it.
+    published: by its makers, on their text; else replayed on yours. launch: the command that serves it. served: whether
+    an engine can do it today.
     """
 
     predictor: str
@@ -39,6 +40,7 @@ class Candidate:
     source: str = ""
     licence: str = ""
     launch: str = ""
+    served: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Verdict:
                 f"({length.low:5.3f} to {length.high:5.3f})  {speed.cycle.ms:5.1f} ms {speed.cycle.basis:<12}  "
                 f"{speed.tok_s:7.1f} ({speed.low_tok_s:5.1f} to {speed.high_tok_s:5.1f})  {speed.ratio:5.2f}x "
                 f"{row.outcome}{', published' if row.candidate.published else ''}"
+                f"{'' if row.candidate.served else ', replayed only'}"
             )
         lines += ["", self.sentence, "", "acceptance length from which speculation pays"]
         lines += [
@@ -137,7 +140,7 @@ def fastest_candidates(
                 row.calibration.length / model.cycle(row.num_nodes, batch, context, temperature, drafting).ms
             ),
         )
-        candidates.append(Candidate(predictor, best.num_nodes, length_of(best), drafting))
+        candidates.append(Candidate(predictor, best.num_nodes, length_of(best), drafting, served=predictor != BOTH))
     return candidates
 
 
@@ -238,9 +241,15 @@ def _sentence(rows: Sequence[VerdictRow], baseline: float) -> str:
     else:
         text = f"Nothing pays: the best is {_name(best)} at {_speed(best)} against {baseline:.1f}; {_turning(best)}."
     said = best if best.outcome == PAYS or not paying else paying[0]
+    if not said.candidate.served:
+        text += " No engine serves it yet: it is replayed only."
+        other = next((row for row in rows if row.candidate.served), None)
+        if other is not None:
+            more = "" if other.outcome == PAYS else f"; {_turning(other)}"
+            text += f" The best that can be served is {_name(other)} at {_speed(other)}: {other.outcome}{more}."
     if said.candidate.published:
         text += " Its acceptance length is its makers', on their text: measure it on yours."
-        own = next((row for row in rows if not row.candidate.published), None)
+        own = next((row for row in rows if not row.candidate.published and row.candidate.served), None)
         if own is not None:
             more = "" if own.outcome == PAYS else f"; {_turning(own)}"
             text += f" The best on your own text is {_name(own)} at {_speed(own)}: {own.outcome}{more}."
@@ -253,10 +262,6 @@ def _name(row: VerdictRow) -> str:
 
 def _speed(row: VerdictRow) -> str:
     return f"{row.speed.tok_s:.1f} tokens/s ({row.speed.low_tok_s:.1f} to {row.speed.high_tok_s:.1f})"
-
-
-def _paying(row: VerdictRow, baseline: float) -> str:
-    return f"{_name(row)} pays: {_speed(row)} against {baseline:.1f} without speculation, {row.speed.ratio:.2f}x"
 
 
 def _turning(row: VerdictRow) -> str:

@@ -8,21 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_k25.acceptance import (
+    Evaluation,
     Evaluator,
     HeadsBesideLookup,
     HeadsTree,
-    NgramLookup,
     Replayed,
     Share,
     accuracy,
+    drawn,
     has_label,
     product_growth,
+    some_of,
     tree_sizes,
 )
+from medusa_k25.corpus_choice import choose_corpus
 from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, future_of, runs_of
 from medusa_k25.metrics import MISS
-from medusa_k25.replay import Acceptance, grow, walk
+from medusa_k25.ngram_engine import Corpus, EngineNgram
+from medusa_k25.replay import Acceptance, grow, walk, walk_all
 from medusa_k25.tree import Growth
 from tests.tiny import cache_of
 
@@ -42,6 +46,14 @@ def made_up(seed: int, count: int, states: int = 30) -> tuple[list[Text], dict[T
         texts.append(text)
         ranks[text] = ranks_SK
     return texts, ranks
+
+
+def evaluator_of(*num_nodes: int) -> Evaluator:
+    return Evaluator(num_nodes, 8, 4, 10_000, None, 1, 1024, None)
+
+
+def evaluate(evaluator: Evaluator, replayed: Replayed, ranks: dict[Text, torch.Tensor]) -> Evaluation:
+    return evaluator.run(replayed, evaluator.predictors([], replayed, ranks), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +80,18 @@ def test_a_row_is_the_walk_of_each_answer(replayed_and_ranks):
 
 def test_predictors_that_need_texts_alone_are_evaluated_without_heads(replayed_and_ranks):
     replayed, _ = replayed_and_ranks
-    evaluation = Evaluator([5, 2], 8, 4).run(replayed, [NgramLookup(4)])
+    train, _ = made_up(3, 4)
+    evaluator = evaluator_of(5, 2)
+    evaluation = evaluator.run(replayed, evaluator.predictors(train, replayed))
+    names = ["n-gram lookup", "suffix lookup", "training answers", "training answers + own text"]
     assert [(row.predictor, row.num_nodes, row.tree) for row in evaluation.rows] == [
-        ("n-gram lookup", 2, None),
-        ("n-gram lookup", 5, None),
+        (name, n, None) for name in names for n in (2, 5)
     ]
+    assert [each.name for each in evaluator.predictors([], replayed)] == names[:2]  # nothing to make a corpus of
+    corpus = Corpus([text.answer_T for text in choose_corpus(train, replayed.calibration, 10_000)])
+    for n in (2, 5):
+        accepted = EngineNgram("", corpus).accepted(replayed.heldout, n)
+        assert evaluation.row("training answers", n).every == walk_all(accepted).acceptance
     assert evaluation.accuracy_KR == evaluation.labels_K == evaluation.trees == []
     assert evaluation.answers == 9
 
@@ -85,18 +104,42 @@ def test_a_split_without_text_is_refused(replayed_and_ranks, missing):
         Replayed(heldout, calibration)
 
 
-def test_more_nodes_than_calibration_text_has_paths_are_refused(replayed_and_ranks):
+def test_a_tree_has_no_more_nodes_than_calibration_text_has_paths(replayed_and_ranks):
     replayed, ranks = replayed_and_ranks
     always_right = {text: torch.where(has_label(text, K), 0, MISS) for text in ranks}
-    with pytest.raises(ValueError, match="a tree of 9 nodes needs 8 paths, .* only 3 were ever right: .* at most 4 "):
-        Evaluator([4, 9], 8, 4).run(replayed, [], always_right)
-    evaluation = Evaluator([4], 8, 4).run(replayed, [], always_right)
+    evaluation = evaluate(evaluator_of(4, 9), replayed, always_right)
+    assert {row.num_nodes for row in evaluation.rows if row.predictor == "heads, tree"} == {4}
+    assert {row.num_nodes for row in evaluation.rows if row.predictor == "n-gram lookup"} == {4, 9}
     assert {tree.num_nodes for tree in evaluation.trees} == {2, 3, 4}
+    with pytest.raises(ValueError, match="a tree of 9 nodes needs 8 paths, .* only 3 were ever right: .* at most 4 "):
+        grow([always_right[text] for text in replayed.calibration], 64, 8).tree(9)
+
+
+def test_whole_conversations_are_replayed_up_to_a_number_of_tokens(replayed_and_ranks):
+    texts = list(replayed_and_ranks[0].heldout)
+    assert some_of(texts, None) == some_of(texts, sum(text.num_states for text in texts)) == texts
+    for most in (1, 60, 150):
+        some = some_of(texts, most)
+        documents = {text.document for text in some}
+        assert some == [text for text in texts if text.document in documents]
+        assert sum(text.num_states for text in some) <= most or len(documents) == 1
+    assert {*some_of(texts, 60)} <= {*some_of(texts, 150)}
+
+
+def test_the_drawn_tree_counts_what_passes_accept(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    tree = HeadsTree("heads", grow([ranks[text] for text in replayed.calibration], 9, 8), ranks)
+    passes = replayed.passes(tree, 9)
+    shape = drawn(tree.tree(9), passes, replayed.heldout, ranks)
+    accepted = passes.acceptance.accepted
+    for depth in (1, 2, 3):
+        total = sum(s for path, s in zip(shape.paths, shape.shares, strict=True) if len(path) == depth)
+        assert total == pytest.approx(sum(n for d, n in accepted.items() if d >= depth) / passes.acceptance.passes)
 
 
 def test_trees_of_all_sizes_are_those_of_their_rows(replayed_and_ranks):
     replayed, ranks = replayed_and_ranks
-    evaluation = Evaluator([2, 9, 33], 8, 4).run(replayed, [], ranks)
+    evaluation = evaluate(evaluator_of(2, 9, 33), replayed, ranks)
     for n in (2, 9, 33):
         row = evaluation.row("heads, tree", n)
         (size,) = [size for size in evaluation.trees if (size.chosen, size.num_nodes) == ("joint", n)]

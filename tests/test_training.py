@@ -17,13 +17,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from medusa_k25 import train as training
-from medusa_k25.acceptance import Evaluator
+from medusa_k25.acceptance import Evaluator, ranks_of
 from medusa_k25.cache import Cache, staging
 from medusa_k25.cache.staging import Stage
 from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, compose
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.sampler import Share
+from medusa_k25.data.splits import SPLITS, Split
+from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, in_share, token_counts
 from medusa_k25.heads import DraftVocabulary
 from medusa_k25.loss import Teacher
@@ -494,7 +496,12 @@ def test_trained_heads_beat_untrained_ones_in_the_report(config, cache, tiny_k25
     lm_head_MD = best.vocabulary.rows(tiny_k25.lm_head).float()
 
     def evaluate(heads):
-        return Evaluator([2, 3, 5], 8, 4).of_cache(cache, heads, best.vocabulary, lm_head_MD)
+        evaluator = Evaluator([2, 3, 5], 8, 4, 10_000, None, 1, 1024, None)
+        texts: dict[Split, list[Text]] = {split: texts_of_cache(cache, split) for split in SPLITS}
+        replayed = evaluator.replayed(texts)
+        del texts["train"]
+        ranks = ranks_of(heads, lm_head_MD, best.vocabulary, cache, texts)
+        return evaluator.run(replayed, evaluator.predictors([], replayed, ranks), ranks)
 
     evaluation, untrained = evaluate(best.heads), evaluate(type(best.heads)(tiny_k25.hidden_size))
     trained, before = evaluation.row("heads, tree", 5), untrained.row("heads, tree", 5)
