@@ -345,7 +345,8 @@ class Evaluator:
     num_nodes: sizes of a pass, root included; null is left out. max_width: choices of a head that a tree uses at most.
     ngram_longest: tokens that n-gram lookup looks up at most. corpus_tokens: of a corpus, see `choose_corpus`.
     most_tokens: of calibration and of held-out text that is walked, whole conversations; null: all.
-    batch, context: requests at a time, and tokens before each. temperature: that they are served at; null: the text's.
+    batch, context: requests at a time, and tokens before each; null: as many as the machine was measured with.
+    temperature: that they are served at; null: the text's.
     """
 
     def __init__(
@@ -356,7 +357,7 @@ class Evaluator:
         corpus_tokens: int,
         most_tokens: int | None,
         batch: int,
-        context: int,
+        context: int | None,
         temperature: float | None,
     ):
         sizes = sorted({nodes for nodes in num_nodes if nodes is not None})

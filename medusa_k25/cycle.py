@@ -24,7 +24,7 @@ from medusa_k25.served import KIMI_K25, KIMI_K25_NAME, Served
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
 CORRELATION = 0.672
 DEFAULT_CONTEXT = 1024
-SIZES = (*range(2, 18), 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
+SIZES = (*range(2, 10), 12, 16, 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
 ITEM_BYTES = 2  # of a state in an all-reduce, bf16
 
 MEASURED, ASSUMED, INTERPOLATED, EXTRAPOLATED, FROM_PARTS = (
@@ -152,6 +152,12 @@ class CycleModel:
             return cls(hardware, KIMI_K25)
         return cls(hardware, Served.of_config(json.loads((checkpoint / "config.json").read_text())))
 
+    @property
+    def usual_context(self) -> int:
+        """Tokens of context at which single requests were measured; of several the nearest to DEFAULT_CONTEXT."""
+        measured = {point.context for point in self.hardware.cycles if point.batch == 1}
+        return min(measured or {DEFAULT_CONTEXT}, key=lambda context: (abs(log(context / DEFAULT_CONTEXT)), context))
+
     def heads_ms(
         self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None
     ) -> dict[int, float]:
@@ -159,7 +165,8 @@ class CycleModel:
         if num_nodes is not None and num_nodes < 2:
             raise ValueError(f"num_nodes={num_nodes}: expected 2 or more, the root is one of them; null: the fastest")
         draft_ms = heads_draft_ms(self.hardware, self.served, num_heads, num_blocks, draft_vocab_size)
-        return {n: self.cycle(n, draft_ms=draft_ms).ms for n in (SIZES if num_nodes is None else (num_nodes,))}
+        sizes = SIZES if num_nodes is None else (num_nodes,)
+        return {n: self.cycle(n, context=self.usual_context, draft_ms=draft_ms).ms for n in sizes}
 
     def cycle(
         self,

@@ -27,8 +27,9 @@ from medusa_k25.conversations import default_device
 from medusa_k25.cycle import CycleModel, heads_draft_ms
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
+from medusa_k25.evaluation_page import write_page
 from medusa_k25.hardware import Hardware
-from medusa_k25.report import acceptance_table, update_report, write_page
+from medusa_k25.report import acceptance_table, update_report
 from medusa_k25.served import KIMI_K25_NAME
 from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load_tokenizer
 from medusa_k25.verdict import fastest_candidates, judge, length_of, published_candidates
@@ -62,7 +63,8 @@ def main(cfg: DictConfig) -> None:
     found = temperatures_of(replayed.heldout)
     of_text = found.pop() if len(found) == 1 else None
     temperature = evaluator.temperature if evaluator.temperature is not None else of_text or 0.0
-    place = (evaluator.batch, evaluator.context, temperature)
+    context = evaluator.context if evaluator.context is not None else evidence.passes.usual_context
+    place = (evaluator.batch, context, temperature)
     candidates = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
     own = [candidate.predictor for candidate in candidates]
     candidates += published_candidates(evidence.passes)

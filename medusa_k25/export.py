@@ -217,7 +217,7 @@ def log_to_wandb(cfg: DictConfig, checkpoint: HeadsCheckpoint, tree: Tree, prove
     run.log_hyperparams(logged)
     run.log_heads(metrics, step)
     if "evaluate" in (report := read_report(Path(cfg.run_dir))):
-        run.log_evaluation(report["evaluate"]["rows"], metrics.get("break_even"), step)
+        run.log_evaluation(report["evaluate"], step)
     acceptance = {name: value for name, value in metrics.items() if "/acceptance_" in name}
     tree_paths = [list(path) for path in tree.paths]
     run.log_folder(Path(cfg.export_dir), {**provenance, "acceptance": acceptance, "tree": tree_paths})

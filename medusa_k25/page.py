@@ -54,6 +54,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fafafa; m
        padding: 0 1rem }
 h1 { font-size: 1.5rem; margin: 0 }
 h2 { font-size: 1.1rem; margin: 1.2rem 0 .5rem }
+.verdict { font-size: 1.15rem; margin: .6rem 0 1rem }
+li { margin: .15rem 0 }
 .note { color: #666; margin: .2rem 0 1.2rem; overflow-wrap: anywhere }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem }
 .tile { background: white; border: 1px solid #e4e4e4; border-radius: 8px; padding: .7rem 1rem; flex: 1 1 8rem;

@@ -6,16 +6,31 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from medusa_k25.acceptance import BOTH, CHAIN, CORPUS, NGRAM_LOOKUP, TREE
 from medusa_k25.page import new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"heads, tree": "#1f5fa8", "n-gram lookup": "#c9772b"}
+COLOURS = {
+    TREE: "#1f5fa8",
+    CHAIN: "#5b93cc",
+    BOTH: "#12365f",
+    NGRAM_LOOKUP: "#c9772b",
+    "suffix lookup": "#e3b184",
+    "training answers": "#8fbf9f",
+    CORPUS: "#3f8f5f",
+}
+OTHER_COLOURS = ("#8a5fa8", "#b08a2b", "#5f8a8a", "#a85f7a")
+LABELLED = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # sizes that have room for their number on an axis
 TEXT_COLOURS = {"heldout": "#1f5fa8", "calibration": "#9a9a9a", "train": "#3f8f5f"}
-OTHER_COLOURS = ("#3f8f5f", "#8a5fa8", "#b08a2b", "#5f8a8a", "#a85f7a", "#6b6b6b")
 HEAD_COLOURS = ("#12365f", "#1f5fa8", "#5b93cc", "#a5c4e4", "#c9d9ea", "#dde6ef", "#e8eef4", "#f0f4f8")
+
+
+def colour_of(predictor: str, all_of_them: Sequence[str]) -> str:
+    others = [name for name in all_of_them if name not in COLOURS]
+    return COLOURS.get(predictor) or OTHER_COLOURS[others.index(predictor) % len(OTHER_COLOURS)]
 
 
 def accepted_by_head(rows: Sequence[Mapping[str, Any]], num_nodes: int) -> list[float]:
@@ -31,29 +46,44 @@ def accepted_by_head(rows: Sequence[Mapping[str, Any]], num_nodes: int) -> list[
     ]
 
 
-def _draw_break_even(axes: "Axes", break_even: float | None) -> None:
-    if break_even is not None:
-        axes.axhline(break_even, linestyle="--", color="#b03a3a", linewidth=1.2, label=f"break-even, {break_even:g}")
+def break_even_of(evaluation: Mapping[str, Any]) -> dict[int, float]:
+    """nodes -> the acceptance length from which on such a pass pays, heads' drafting included where there are any.
+
+    evaluation: the "evaluate" section of a report.
+    """
+    baseline, speeds = evaluation["verdict"]["baseline_tok_s"], evaluation["speed"]
+    predictor = TREE if TREE in speeds else next(iter(speeds))
+    lengths = {r["num_nodes"]: r["every"]["length"] for r in evaluation["rows"] if r["predictor"] == predictor}
+    return {nodes: lengths[nodes] * baseline / speed for nodes, speed, *_ in speeds[predictor]}
 
 
-def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: float | None) -> "Figure":
-    """Acceptance length of every predictor against the size of its trees; `rows` of an evaluation as JSON."""
-    figure, axes = new_axes()
-    for predictor, colour in COLOURS.items():
+def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: Mapping[int, float]) -> "Figure":
+    """Acceptance length of every predictor against the size of its passes, and from which length on those pay."""
+    figure, axes = new_axes(5.4, 3.9)
+    predictors = list(dict.fromkeys(row["predictor"] for row in rows))
+    highest = 1.0
+    for predictor in predictors:
         some = [row for row in rows if row["predictor"] == predictor]
         nodes = [row["num_nodes"] for row in some]
-        axes.plot(nodes, [row["every"]["length"] for row in some], "o-", color=colour, label=predictor, markersize=4)
+        colour = colour_of(predictor, predictors)
+        axes.plot(nodes, [row["every"]["length"] for row in some], "o-", color=colour, label=predictor, markersize=3)
         low, high = zip(*(row["interval"] for row in some), strict=True)
-        axes.fill_between(nodes, low, high, color=colour, alpha=0.12, linewidth=0)
-    _draw_break_even(axes, break_even)
+        axes.fill_between(nodes, low, high, color=colour, alpha=0.1, linewidth=0)
+        highest = max(highest, *high)
+    axes.plot(*zip(*break_even.items(), strict=True), "--", color="#b03a3a", linewidth=1.2, label="pays from")
+    axes.set_ylim(0.95, 1.1 * highest)
+    _nodes_axis(axes, [row["num_nodes"] for row in rows])
+    axes.set_ylabel("acceptance length")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
+def _nodes_axis(axes: "Axes", nodes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    sizes = sorted({row["num_nodes"] for row in rows if row["predictor"] in COLOURS})
+    sizes = [size for size in sorted({*nodes}) if size in LABELLED or len({*nodes}) < 8]
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("nodes verified in a pass (root included)")
-    axes.set_ylabel("acceptance length")
-    axes.legend(edgecolor="none")
-    return figure
 
 
 def draw_heads(accuracy_KR: Sequence[Sequence[float]], accepted_K: Sequence[float]) -> "Figure":
@@ -83,7 +113,7 @@ def draw_losses(losses: Sequence[Sequence[tuple[int, float]]]) -> "Figure":
     return figure
 
 
-def draw_acceptance_over_steps(curves: Mapping[str, Sequence[tuple[int, float]]], break_even: float | None) -> "Figure":
+def draw_acceptance_over_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> "Figure":
     figure, axes = new_axes()
     for text, colour in TEXT_COLOURS.items():
         for shape, style in (("tree", "-"), ("chain", ":")):
@@ -92,10 +122,39 @@ def draw_acceptance_over_steps(curves: Mapping[str, Sequence[tuple[int, float]]]
                 axes.plot(
                     *zip(*curve, strict=True), style, color=colour, label=f"{text}, {shape}", marker="o", markersize=3
                 )
-    _draw_break_even(axes, break_even)
+    if "break_even" in curves:
+        pays = curves["break_even"]
+        axes.plot(*zip(*pays, strict=True), "--", color="#b03a3a", linewidth=1.2, label="pays from")
     axes.set_xlabel("step")
     axes.set_ylabel("acceptance length")
     figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def draw_depths(accepted_share: Sequence[float]) -> "Figure":
+    """accepted_share[d - 1]: of the passes, those that accept d drafts or more."""
+    figure, axes = new_axes()
+    depths = range(1, len(accepted_share) + 1)
+    bars = axes.bar(depths, accepted_share, color="#a5c4e4", width=0.7)
+    axes.bar_label(bars, [f"{share:.0%}" for share in accepted_share], fontsize=9)
+    axes.set_xticks(depths)
+    axes.set_xlabel("drafts accepted, or more")
+    axes.set_ylabel("share of the passes")
+    return figure
+
+
+def draw_overfitting(trees: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Acceptance length of trees by size and rule; `trees` of an evaluation as JSON."""
+    figure, axes = new_axes()
+    for chosen, colour, name in (("joint", "#1f5fa8", "by frequency"), ("product", "#c9772b", "by product")):
+        some = [tree for tree in trees if tree["chosen"] == chosen]
+        nodes = [tree["num_nodes"] for tree in some]
+        for text, style in (("heldout", "-"), ("calibration", ":")):
+            label = f"{name}, {'held-out' if text == 'heldout' else text}"
+            axes.plot(nodes, [tree[text] for tree in some], style, color=colour, label=label, linewidth=1.2)
+    _nodes_axis(axes, [2, 4, 8, 16, 32, 64])
+    axes.set_ylabel("acceptance length")
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -168,19 +227,15 @@ def draw_shares(bars: Sequence[tuple[str, float, tuple[float, float] | None]], u
 
 def draw_speed(curves: Mapping[str, Sequence[tuple[int, float, float, float]]], baseline: float) -> "Figure":
     """Tokens/s against nodes: `curves[predictor]` holds (nodes, tokens/s, low, high); below the line it costs speed."""
-    figure, axes = new_axes()
-    for i, (predictor, points) in enumerate(curves.items()):
+    figure, axes = new_axes(5.4, 3.9)
+    for predictor, points in curves.items():
         nodes, speed, low, high = zip(*points, strict=True)
-        colour = COLOURS.get(predictor, OTHER_COLOURS[i % len(OTHER_COLOURS)])
+        colour = colour_of(predictor, list(curves))
         axes.plot(nodes, speed, "o-", color=colour, label=predictor, markersize=3, linewidth=1.2)
         axes.fill_between(nodes, low, high, color=colour, alpha=0.1, linewidth=0)
     axes.axhline(baseline, linestyle="--", color="#b03a3a", linewidth=1.2, label="without speculation")
-    sizes = sorted({nodes for points in curves.values() for nodes, *_ in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
+    _nodes_axis(axes, [nodes for points in curves.values() for nodes, *_ in points])
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("nodes verified in a pass (root included)")
     axes.set_ylabel("tokens/s of one request")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure

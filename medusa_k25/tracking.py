@@ -8,7 +8,7 @@ import io
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from medusa_k25.data.datamodule import VALIDATION_SPLITS
-from medusa_k25.pictures import draw_acceptance, draw_heads
+from medusa_k25.pictures import break_even_of, draw_acceptance, draw_heads
 
 if TYPE_CHECKING:
     import wandb
@@ -114,9 +114,9 @@ class WandbRun(Logger):
         """Accuracy and acceptance of each head, as a table and a picture. `metrics`: those of a validation."""
         self._with_run(lambda run: run.log({**_heads(metrics), STEP: step}))
 
-    def log_evaluation(self, rows: Sequence[Mapping[str, Any]], break_even: float | None, step: int) -> None:
+    def log_evaluation(self, evaluation: Mapping[str, Any], step: int) -> None:
         """Acceptance length of every predictor and tree size, as a table and a picture. `rows`: of report.json."""
-        self._with_run(lambda run: run.log({**_evaluation(rows, break_even), STEP: step}))
+        self._with_run(lambda run: run.log({**_evaluation(evaluation), STEP: step}))
 
     def log_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """The files of an export as an artifact of this run."""
@@ -209,15 +209,17 @@ def _heads(metrics: Mapping[str, float]) -> dict[str, Any]:
     return {"heads/table": wandb.Table(columns=columns, data=data), "heads/picture": _image(picture)}
 
 
-def _evaluation(rows: Sequence[Mapping[str, Any]], break_even: float | None) -> dict[str, Any]:
+def _evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     import wandb
+
+    rows = evaluation["rows"]
 
     columns: list[str | int] = ["predictor", "nodes", "acceptance length", "low", "high", "without loops"]
     data = [
         [row["predictor"], row["num_nodes"], row["every"]["length"], *row["interval"], row["without_loops"]["length"]]
         for row in rows
     ]
-    picture = _image(draw_acceptance(rows, break_even))
+    picture = _image(draw_acceptance(rows, break_even_of(evaluation)))
     return {"evaluation/table": wandb.Table(columns=columns, data=data), "evaluation/picture": picture}
 
 

@@ -231,7 +231,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         instantiate(cfg.optimizer),
         instantiate(cfg.schedule),
         cycle_ms,
-        passes.baseline_tok_s(),
+        passes.baseline_tok_s(context=passes.usual_context),
         cfg.max_width,
         cfg.trainer.log_every_n_steps,
     )
@@ -279,7 +279,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
 
 def serving_line(passes: CycleModel, cycle_ms: Mapping[int, float], target: Target) -> str:
     """What the heads have to reach, for the run's summary."""
-    machine, baseline = passes.hardware, passes.baseline_tok_s()
+    machine, baseline = passes.hardware, passes.baseline_tok_s(context=passes.usual_context)
     shown = ", ".join(
         f"{nodes} nodes {ms:.1f} ms ({ms * baseline / 1000:.2f})"
         for nodes, ms in cycle_ms.items()

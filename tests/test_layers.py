@@ -45,6 +45,7 @@ LAYERS = {
         "page",
         "pictures",
         "report",
+        "evaluation_page",
         "plan_report",
         "cache_report",
     ],
