@@ -86,12 +86,12 @@ def main(cfg: DictConfig) -> None:
         serving={
             machine.name: {
                 nodes: heads_break_even(machine, served, costs[machine.name], nodes)
-                for nodes in sorted({*NODES, cfg.num_nodes})
+                for nodes in sorted({*NODES} | ({cfg.num_nodes} - {None}))
             }
             for machine in machines
             if machine.is_of(target)
         },
-        pilot=pilot_of([Path(folder) for folder in cfg.pilot], cfg.num_nodes, own_cost.K) if cfg.pilot else None,
+        pilot=pilot_of([Path(folder) for folder in cfg.pilot], hardware, served, own_cost) if cfg.pilot else None,
         settings=settings(cfg),
     )
     print(text(plan))
@@ -210,18 +210,23 @@ def calibrated(
     return one * cost.world_size
 
 
-def pilot_of(runs: list[Path], num_nodes: int, num_heads: int) -> Pilot:
-    """The learning curve through the best checkpoints of `runs`."""
-    points = []
+def pilot_of(runs: list[Path], hardware: Hardware, served: Served, cost: TrainingCost) -> Pilot:
+    """The learning curve through the best checkpoints of `runs`, whose trees were chosen for `hardware`."""
+    found = []
     for run in runs:
         trained = read_report(run).get("train")
         if trained is None or "positions" not in trained:
             raise ValueError(f"pilot: {run} is no trained run; expected its report.json, as `train` leaves it")
-        nodes = OmegaConf.load(run / "config.yaml").num_nodes
-        if nodes != num_nodes:
-            raise ValueError(f"pilot: {run} was judged with num_nodes={nodes}, this plan is for {num_nodes}")
-        points.append(Measured(trained["positions"], trained["metrics"]["heldout/acceptance_tree"]))
-    return Pilot(tuple(str(run) for run in runs), fit_curve(points, most=num_heads + 1))
+        chosen_for = OmegaConf.load(run / "config.yaml").hardware.name
+        if chosen_for != hardware.name:
+            raise ValueError(f"pilot: {run} chose its tree for hardware={chosen_for}, this plan is for {hardware.name}")
+        found.append((trained["positions"], trained["metrics"]))
+    found.sort(key=lambda one: one[0])
+    lengths = tuple(metrics["heldout/acceptance_tree"] for _, metrics in found)
+    points = [Measured(positions, metrics["heldout/speedup"]) for positions, metrics in found]
+    most = max((cost.K + 1) * point.value / length for point, length in zip(points, lengths, strict=True))
+    pays = heads_break_even(hardware, served, cost, int(found[-1][1]["num_nodes"]))
+    return Pilot(tuple(str(run) for run in runs), lengths, fit_curve(points, most), pays)
 
 
 def experiment() -> str | None:
