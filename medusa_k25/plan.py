@@ -212,15 +212,22 @@ def calibrated(
 
 def pilot_of(runs: list[Path], hardware: Hardware, served: Served, cost: TrainingCost) -> Pilot:
     """The learning curve through the best checkpoints of `runs`, whose trees were chosen for `hardware`."""
-    found = []
+    found, caches = [], set()
     for run in runs:
         trained = read_report(run).get("train")
         if trained is None or "positions" not in trained:
             raise ValueError(f"pilot: {run} is no trained run; expected its report.json, as `train` leaves it")
-        chosen_for = OmegaConf.load(run / "config.yaml").hardware.name
+        config = OmegaConf.load(run / "config.yaml")
+        chosen_for = config.hardware.name
         if chosen_for != hardware.name:
             raise ValueError(f"pilot: {run} chose its tree for hardware={chosen_for}, this plan is for {hardware.name}")
+        caches.add(config.cache)
         found.append((trained["positions"], trained["metrics"]))
+    if len(caches) > 1:
+        raise ValueError(
+            f"pilot: runs on {', '.join(sorted(caches))} are judged on different text; train all of them on one cache, "
+            "with another data.share= each"
+        )
     found.sort(key=lambda one: one[0])
     lengths = tuple(metrics["heldout/acceptance_tree"] for _, metrics in found)
     points = [Measured(positions, metrics["heldout/speedup"]) for positions, metrics in found]

@@ -158,11 +158,13 @@ def test_calibration_replaces_the_rate_of_the_file(planned, smollm2_like, monkey
     assert f"timed {measured['positions_per_s']:,.0f} positions/s" in out
 
 
-def trained_run(folder: Path, positions: int, speed: float, hardware: str = "b200_nvl8") -> str:
+def trained_run(
+    folder: Path, positions: int, speed: float, hardware: str = "b200_nvl8", cache: str = "runs/a/cache"
+) -> str:
     folder.mkdir(parents=True)
     metrics = {"heldout/acceptance_tree": 1.4 * speed, "heldout/speedup": speed, "num_nodes": 8}
     (folder / "report.json").write_text(json.dumps({"train": {"positions": positions, "metrics": metrics}}))
-    (folder / "config.yaml").write_text(f"hardware: {{name: {hardware}}}\n")
+    (folder / "config.yaml").write_text(f"hardware: {{name: {hardware}}}\ncache: {cache}\n")
     return str(folder)
 
 
@@ -182,6 +184,9 @@ def test_a_pilot_says_whether_its_heads_will_pay(planned, tmp_path):
     assert "too close to call" in said("unsure", 1.1, 1.1, 1.1)  # as the cycle is: it was put together from parts
     with pytest.raises(ValueError, match="chose its tree for hardware=cpu, this plan is for rtx_pro_6000_x8"):
         planned(K25, NOWHERE, f"pilot=[{trained_run(tmp_path / 'other', 10, 1.5, 'cpu')}]")
+    elsewhere = [trained_run(tmp_path / f"on{i}", 10 + i, 1.5, cache=f"cache{i}") for i in range(2)]
+    with pytest.raises(ValueError, match="runs on cache0, cache1 are judged on different text"):
+        planned(K25, NOWHERE, f"pilot=[{','.join(elsewhere)}]", "hardware=b200_nvl8")
 
 
 def test_the_commands_of_a_plan_exist(planned, tmp_path, monkeypatch, capsys):
