@@ -7,8 +7,8 @@ both must give the same counts. Times are for the whole text; ratios per token.
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from medusa_k25.acceptance import Replayed, tree_sizes
 from medusa_k25.data.texts import Text
 from medusa_k25.metrics import MISS
+from medusa_k25.ngram import Lookup
+from medusa_k25.ngram_engine import Corpus, EngineNgram
 from medusa_k25.replay import Acceptance, Resampling, grow, grow_where_walks_stop, walk, walk_all
 from medusa_k25.tree import Path, Tree
 
@@ -135,6 +137,60 @@ def replay_rows(num_texts: int) -> list[Row]:
     ]
 
 
+def made_up_texts(num_texts: int) -> list[Text]:
+    """Tokens as common as words are; half of every text are stretches of another text or of itself, as phrases are."""
+    generator = torch.Generator().manual_seed(0)
+    source_N = (2**14 ** torch.rand(num_texts * ANSWER, generator=generator)).int()
+    ids_N = source_N.clone()
+    for start in range(0, len(ids_N) - 16, 16):
+        # from the source, so that the phrases come from few places
+        first = int(torch.randint(min(start + 16, 1 << 16), (), generator=generator))
+        ids_N[start : start + 8] = source_N[first : first + 8]
+    return [Text(ids_T, 32, str(i), None, None, 0.0) for i, ids_T in enumerate(ids_N.split(ANSWER))]
+
+
+def plain_lookup(texts: Sequence[Text], num_drafts: int, longest: int) -> list[list[int]]:
+    """A table of the n-grams so far, asked at every token."""
+    found = []
+    for text in texts:
+        ids, accepted = text.ids_T.tolist(), []
+        latest: dict[tuple[int, ...], int] = {}
+        for root in range(len(ids) - 1):
+            grams = [tuple(ids[root + 1 - n : root + 1]) for n in range(1, min(longest, root + 1) + 1)]
+            if root >= text.start:
+                start = next((latest[gram] for gram in reversed(grams) if gram in latest), root + 1)
+                draft, truth = ids[start : root + 1][:num_drafts], ids[root + 1 :]
+                pairs = zip(draft, truth, strict=False)
+                accepted.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(draft), len(truth))))
+            latest |= dict.fromkeys(grams, root + 1)
+        found.append(accepted)
+    return found
+
+
+def lookup_rows(num_texts: int) -> list[Row]:
+    texts = made_up_texts(num_texts)
+    half = num_texts // 2
+    answers = [text.answer_T for text in texts[half:]]
+    corpus = Corpus(answers)
+
+    def of(predictor: Lookup | EngineNgram, count: int) -> list[list[int]]:
+        fresh = [replace(text) for text in texts[:count]]  # a corpus remembers what it has drafted for a text
+        return [accepted_S.tolist() for accepted_S in predictor.accepted(fresh, 9)]
+
+    def engine(corpus_drafts: int, count: int) -> list[list[int]]:
+        return of(EngineNgram("", corpus, corpus_drafts), max(1, count // 10))
+
+    ngrams = Lookup("n-gram lookup", 4)
+    return [
+        Row("n-gram lookup", lambda count: of(ngrams, count), lambda count: plain_lookup(texts[:count], 8, 4), 0.1),
+        Row("suffix lookup", lambda count: of(Lookup("suffix lookup", None), count), None, 1.0),
+        Row(f"a corpus of {corpus.num_tokens:,} tokens", lambda count: Corpus(answers).num_tokens, None, 1.0),
+        Row("SGLang's NGRAM, a tenth: 8 of the corpus", lambda count: engine(8, count), None, 1.0),
+        Row("SGLang's NGRAM, a tenth: 8 of the own text", lambda count: engine(0, count), None, 1.0),
+        Row("SGLang's NGRAM, a tenth: 4 and 4", lambda count: engine(4, count), None, 1.0),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
@@ -142,7 +198,7 @@ def main() -> None:
     num_texts = max(50, options.tokens // ANSWER)
     tokens = f"{num_texts * ANSWER:,} tokens, {torch.get_num_threads()} threads"
     print(f"{tokens:44} {'here':>10} {'plain loop':>12} {'ratio':>10}")
-    for row in replay_rows(num_texts):
+    for row in [*replay_rows(num_texts), *lookup_rows(num_texts)]:
         show(row, num_texts)
 
 

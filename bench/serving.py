@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "runs" / "smol_4heads"
 SPENT = "MEDUSA_K25_BENCH_SPENT"  # where a scheduler writes what it has measured
@@ -125,15 +127,16 @@ def main() -> None:
 
 def kimi_k25() -> None:
     """Drafting on the users' machine, by bytes: every rank reads all blocks, and its share of lm_head."""
-    D, V, K, ranks = 7168, 163840, 4, 8
-    memory, reached, collective_ms, pass_ms = 1.792e12, 0.6, 0.05, 30.0  # RTX PRO 6000 over PCIe
-    blocks, lm_head = 2 * K * D * (D + 1), 2 * D * V // ranks
-    read_ms = 1000 * (blocks + lm_head) / (memory * reached)
-    drafting_ms = read_ms + collective_ms
+    from medusa_k25.cycle import CycleModel, heads_draft_ms
+    from medusa_k25.hardware import hardware
+    from medusa_k25.served import KIMI_K25
+
+    figures = yaml.safe_load((ROOT / "conf" / "hardware" / "rtx_pro_6000_x8.yaml").read_text())
+    machine = hardware(**{name: value for name, value in figures.items() if not name.startswith("_")})
+    verify, drafting_ms = CycleModel(machine, KIMI_K25).cycle(4), heads_draft_ms(machine, KIMI_K25, num_heads=4)
     print(
-        f"Kimi-K2.5, {K} heads on {ranks} GPUs of {memory / 1e12:.3f} TB/s at {reached:.0%}: {blocks / 1e6:.0f} MB of "
-        f"blocks and {lm_head / 1e6:.0f} MB of lm_head a rank in {read_ms:.2f} ms, one gather {collective_ms:.2f} ms: "
-        f"{drafting_ms / pass_ms:.1%} of a verify pass of {pass_ms:.0f} ms"
+        f"Kimi-K2.5 on {machine.name}: 4 heads draft in {drafting_ms:.2f} ms, {drafting_ms / verify.ms:.1%} of a "
+        f"verify pass of {verify.nodes} nodes, {verify.ms:.0f} ms ({verify.basis})"
     )
 
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,14 +80,18 @@ class ChatMarks:
 
         Raises ValueError when it has no template, adds nothing, or ends an answer with none of the target's end ids.
         """
-        tokenizer = target.load_tokenizer()
+        return cls.read(target.load_tokenizer(), target.end_ids, target.path)
+
+    @classmethod
+    def read(cls, tokenizer: Any, end_ids: tuple[int, ...], path: Path) -> "ChatMarks":
+        """The same of a tokenizer alone. path: its folder, for messages."""
         if tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer of {target.path} has no chat template; add chat_template.jinja to it")
-        thinking, instant = (_header(target, tokenizer, mode) for mode in (True, False))
-        return cls(thinking, instant, target.end_ids, tokenizer)
+            raise ValueError(f"the tokenizer of {path} has no chat template; add chat_template.jinja to it")
+        thinking, instant = (_header(tokenizer, end_ids, path, mode) for mode in (True, False))
+        return cls(thinking, instant, end_ids, tokenizer)
 
 
-def _header(target: Target, tokenizer: Any, thinking: bool) -> tuple[int, ...]:
+def _header(tokenizer: Any, end_ids: tuple[int, ...], path: Path, thinking: bool) -> tuple[int, ...]:
     template = _switched(thinking)
     question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
     start = [question]
@@ -98,14 +103,14 @@ def _header(target: Target, tokenizer: Any, thinking: bool) -> tuple[int, ...]:
     opened = render(tokenizer, start, template)
     if opened[: len(before)] != before or len(opened) == len(before):
         raise ValueError(
-            f"the chat template of {target.path} marks no start of an answer: with add_generation_prompt it turns "
+            f"the chat template of {path} marks no start of an answer: with add_generation_prompt it turns "
             f"{tokenizer.decode(before)!r} into {tokenizer.decode(opened)!r}; expected the same and more"
         )
     answered = render(tokenizer, [*start, answer], template, add_generation_prompt=False)[len(before) :]
-    if not set(answered) & set(target.end_ids):
+    if not set(answered) & set(end_ids):
         raise ValueError(
-            f"the chat template of {target.path} writes an answer as {tokenizer.decode(answered)!r}, which holds none "
-            f"of the target's end tokens {tokenizer.convert_ids_to_tokens(list(target.end_ids))}; set eos_token_id in "
+            f"the chat template of {path} writes an answer as {tokenizer.decode(answered)!r}, which holds none "
+            f"of the target's end tokens {tokenizer.convert_ids_to_tokens(list(end_ids))}; set eos_token_id in "
             "its generation_config.json"
         )
     return tuple(opened[len(before) :])

@@ -78,6 +78,12 @@ class Length:
                 "every pass emits the target's own token, which counts"
             )
 
+    @classmethod
+    def around(cls, mean: float, interval: tuple[float, float]) -> "Length":
+        """With an interval from resampling, which may miss the mean by a rounding error or on a handful of answers."""
+        low, high = interval
+        return cls(mean, min(max(low, 1.0), mean), max(high, mean))
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -236,9 +242,7 @@ class CycleModel:
             ALL_REDUCES: served.allreduces * allreduce_us / 1000,
         }
 
-    def baseline_tok_s(
-        self, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0, plain_ms: float | None = None
-    ) -> float:
+    def baseline_tok_s(self, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0) -> float:
         """Tokens a second of one request without speculation: the machine's figure, where it is for this place."""
         figure = self.hardware.baseline_tok_s
         if figure is not None and (batch, context, temperature) == (1, DEFAULT_CONTEXT, 0.0):

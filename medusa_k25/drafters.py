@@ -121,5 +121,6 @@ DRAFTERS = (
 )
 
 
-def drafters_for(target: str) -> list[Drafter]:
-    return [drafter for drafter in DRAFTERS if drafter.target == target]
+def drafters_for(hardware: Hardware) -> list[Drafter]:
+    """Those for the target whose passes the machine's are."""
+    return [drafter for drafter in DRAFTERS if hardware.is_of(drafter.target)]

@@ -3,9 +3,12 @@
 python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa] [export_dir=FOLDER]
                             [num_nodes=9] [tree=[[0],[0,0],[1]]] [hardware=NAME]
 python -m medusa_k25.export heads=blank [num_nodes=16] [max_width=1] [tree=...] export_dir=FOLDER
+python -m medusa_k25.export format=ngram_corpus [conversations=FILE | cache=FOLDER] [tokenizer=FOLDER]
+                            [corpus_tokens=10_000_000] [num_nodes=9] export_dir=FOLDER
 
 The tree is the one that gives most tokens/s on `hardware`, by calibration text, unless num_nodes or tree say otherwise.
 
+format=ngram_corpus: the target's answers for SGLang's n-gram speculation, which needs neither heads nor states.
 heads=blank: untrained heads, which need no checkpoint: serve any tree, and measure what a verify pass costs.
 """
 
@@ -19,9 +22,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
+from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.cycle import CycleModel
+from medusa_k25.data.splits import SPLITS
+from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
 from medusa_k25.replay import answer_ranks, fastest_tree, grow
@@ -29,18 +35,52 @@ from medusa_k25.report import read_report, update_report
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
 from medusa_k25.serving.formats import export_heads, remarks
+from medusa_k25.serving.ngram_corpus import CORPUS_FILE, make_corpus, write_corpus
 from medusa_k25.serving.untrusted import read_json
-from medusa_k25.target import Target
+from medusa_k25.target import Target, end_ids_of, load_tokenizer
 from medusa_k25.tree import Tree
 
 
 @verb("target", "hardware")
 def main(cfg: DictConfig) -> None:
+    if cfg.format == "ngram_corpus":
+        export_corpus(cfg)
+        return
     target = instantiate(cfg.target)
     if instantiate(cfg.heads).func is blank_heads:
         export_blank(cfg, target)
     else:
         export_trained(cfg, target)
+
+
+def export_corpus(cfg: DictConfig) -> None:
+    """Reads no states, and where a tokenizer is named nothing of the target."""
+    run_dir, folder = Path(cfg.run_dir), Path(cfg.export_dir)
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds exported heads, whose README.md would be replaced; give export_dir=FOLDER")
+    if cfg.tokenizer is None:
+        target = instantiate(cfg.target)
+        tokenizer, end_ids, place = target.load_tokenizer(), target.end_ids, target.path
+        base_model = cfg.base_model or HUB_NAMES.get(target.name, str(target.path))
+    else:
+        place = Path(cfg.tokenizer)
+        tokenizer = load_tokenizer(place, cfg.target.get("trust_remote_code", False))
+        end_ids = end_ids_of(place, tokenizer)
+        base_model = cfg.base_model or cfg.target.get("path") or "MODEL"
+    cache_dir, conversations = Path(cfg.cache), Path(cfg.conversations)
+    if cache_dir.exists() and conversations == run_dir / "conversations.jsonl":  # no other file was named
+        cache = Cache.open(cache_dir, check=False)
+        texts = {split: texts_of_cache(cache, split) for split in SPLITS}
+        source = f"cache {cache.fingerprint[:16]}"
+    else:
+        marks = ChatMarks.read(tokenizer, end_ids, place) if holds_messages(conversations) else None
+        texts = texts_of_conversations(conversations, marks)
+        source = conversations.name
+    made = make_corpus(texts, tokenizer, cfg.corpus_tokens, cfg.num_nodes)
+    print("\n".join(made.summary()))
+    write_corpus(folder, made, base_model, cfg.corpus_tokens, source)
+    update_report(run_dir, "ngram_corpus", {"folder": str(folder), "source": source} | made.as_json())
+    print(f"wrote {folder}: {CORPUS_FILE} with {len(made.lines):,} answers, and in README.md how to serve with it")
 
 
 def export_trained(cfg: DictConfig, target: Target) -> None:

@@ -76,12 +76,15 @@ class Hardware:
     notes: tuple[str, ...] = ()  # what whoever reads a verdict about it should know
 
     def is_of(self, target: str) -> bool:
-        """Whether these are figures of the target called so: kimi_k25, or what its folder or the hub calls it."""
+        """Whether these can be figures of the target called so: kimi_k25, or what its folder or the hub calls it.
 
-        def letters(name: str) -> str:
-            return re.sub("[^a-z0-9]", "", name.rpartition("/")[2].lower())
-
-        return letters(self.target).startswith(letters(target))
+        Words that only one of the names has at its end are taken for a variant: smollm2, SmolLM2-135M-Instruct.
+        """
+        words = [
+            re.findall("[a-z0-9]+", name.rstrip("/").rpartition("/")[2].lower().replace(".", ""))
+            for name in (self.target, target)
+        ]
+        return all(ours == theirs for ours, theirs in zip(*words, strict=False))
 
     def allreduce_us(self, message: float) -> float:
         """Of a message of so many bytes: linear between the known sizes, below them as the smallest, above them with

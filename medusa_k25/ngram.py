@@ -1,42 +1,123 @@
-"""Prompt lookup: the training-free predictor that heads have to beat.
+"""Prompt lookup: what followed the last tokens when they stood earlier in the own prompt and answer is drafted again.
 
-The last tokens (the root included) are looked up earlier in the own prompt and answer; what followed there is drafted
-as a chain.
+No training, no second text: the predictor that heads have to beat. The drafts are a chain.
+
+Letters: T tokens of one text, N of all texts one after the other, S states of one answer.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from medusa_k25.data.texts import Text
 
-def ngram_accepted(ids_T: Tensor, first_root: int, num_drafts: int, longest: int = 4, shortest: int = 1) -> Tensor:
-    """Drafts accepted at every state of the answer that runs from position `first_root` to the end of `ids_T`.
 
-    int64 [S], S = T - 1 - first_root: state s has the root at position first_root + s, the context ends with that root,
-    and the chain holds the `num_drafts` tokens that followed the latest earlier occurrence of the longest matching
-    suffix (`longest` down to `shortest` tokens). No match: no draft.
+@dataclass(frozen=True)
+class Lookup:
+    """Drafts what followed the latest earlier occurrence of the longest suffix that occurred earlier.
+
+    A suffix ends with the root. longest: its greatest length (n-gram lookup); None: any (suffix lookup).
     """
-    ids = ids_T.tolist()
-    latest: dict[tuple[int, ...], int] = {}  # n-gram -> position after its latest occurrence before the root
-    accepted = []
-    for root in range(len(ids) - 1):
-        if root >= first_root:
-            start = next(
-                (
-                    latest[gram]
-                    for n in range(min(longest, root + 1), shortest - 1, -1)
-                    if (gram := tuple(ids[root + 1 - n : root + 1])) in latest
-                ),
-                None,
-            )
-            # only tokens known at this moment can be drafted: up to and including the root
-            draft = [] if start is None else ids[start : min(start + num_drafts, root + 1)]
-            truth = ids[root + 1 :]
-            accepted.append(
-                next(
-                    (i for i, (d, t) in enumerate(zip(draft, truth, strict=False)) if d != t),
-                    min(len(draft), len(truth)),
-                )
-            )
-        for n in range(shortest, min(longest, root + 1) + 1):
-            latest[tuple(ids[root + 1 - n : root + 1])] = root + 1
-    return torch.tensor(accepted, dtype=torch.long)
+
+    name: str
+    longest: int | None
+
+    def __post_init__(self) -> None:
+        if self.longest is not None and self.longest < 1:
+            raise ValueError(f"{self.name}: expected to look up at least 1 token, got longest={self.longest}")
+
+    def accepted(self, texts: Sequence[Text], num_nodes: int) -> list[Tensor]:
+        """For every text the drafts accepted at each of its states, int64 [S], with `num_nodes` - 1 drafts a pass."""
+        return [accepted_S for accepted_S, _ in self.accepted_and_matches(texts, num_nodes)]
+
+    def accepted_and_matches(self, texts: Sequence[Text], num_nodes: int) -> list[tuple[Tensor, Tensor]]:
+        """For every text the accepted drafts and the length of the suffix that was found (0: no draft), int64 [S]."""
+        if not texts:
+            return []
+        ids_N = np.concatenate([text.ids_T.numpy() for text in texts])
+        stops = np.cumsum([len(text.ids_T) for text in texts])
+        begins = stops - [len(text.ids_T) for text in texts]
+        end_N = np.repeat(stops, stops - begins)
+        if self.longest is None:
+            found = [suffix_matches(text.ids_T.tolist()) for text in texts]
+            next_N = np.concatenate([next_T + begin for (next_T, _), begin in zip(found, begins, strict=True)])
+            match_N = np.concatenate([match_T for _, match_T in found])
+        else:
+            next_N, match_N = ngram_matches(ids_N, end_N, self.longest)
+        accepted_N = drafts_accepted(ids_N, end_N, next_N, match_N, num_nodes - 1)
+        return [
+            (torch.from_numpy(accepted_N[first : stop - 1]), torch.from_numpy(match_N[first : stop - 1]))
+            for text, begin, stop in zip(texts, begins, stops, strict=True)
+            for first in [begin + text.start]
+        ]
+
+
+def ngram_accepted(ids_T: Tensor, first_root: int, num_drafts: int, longest: int | None = 4) -> Tensor:
+    """`Lookup.accepted` of the one answer that runs from position `first_root` to the end of `ids_T`: int64 [S]."""
+    text = Text(ids_T, first_root, "", None, None, None)
+    return Lookup("n-gram lookup", longest).accepted([text], num_drafts + 1)[0]
+
+
+def ngram_matches(ids_N: np.ndarray, end_N: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """(position after the match, its length) at every position as the root, int64 [N] each; length 0: no match.
+
+    end_N: where the text of each position ends; a match lies in the same text.
+    """
+    N = len(ids_N)
+    next_N, match_N = np.zeros(N, dtype=np.int64), np.zeros(N, dtype=np.int64)
+    # the number of the n-gram that ends at a position: the same number, the same n tokens of the same text
+    _, token_N = np.unique(ids_N, return_inverse=True)
+    _, token_N = np.unique(end_N * (int(token_N.max()) + 1) + token_N, return_inverse=True)
+    gram_N = token_N
+    for n in range(1, longest + 1):
+        order_N = np.argsort(gram_N, kind="stable")
+        again = np.flatnonzero(np.diff(gram_N[order_N]) == 0)
+        next_N[order_N[again + 1]] = order_N[again] + 1
+        match_N[order_N[again + 1]] = n
+        # one that reaches into the text before has tokens of both: it occurs once, and is no match
+        _, gram_N = np.unique(np.append(-1, gram_N[:-1]) * N + token_N, return_inverse=True)
+    return next_N, match_N
+
+
+def suffix_matches(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(position after the match, its length) at every position of one text as the root, int64 [T] each."""
+    T = len(ids)
+    next_T, match_T = np.zeros(T, dtype=np.int64), np.zeros(T, dtype=np.int64)
+    latest: dict[int, int] = {}
+    pairs: dict[tuple[int, int], list[int]] = {}  # where both tokens have stood before, by their last
+    after, match = 0, 0
+    for root, token in enumerate(ids):
+        if match and ids[after] == token:
+            # No match is longer than the last one and this token; a later one of that length would have been the last.
+            after, match = after + 1, match + 1
+        else:
+            pair = (ids[root - 1] if root else -1, token)
+            if candidates := pairs.get(pair):
+                match = 2
+                while longer := [j for j in candidates if j >= match and ids[j - match] == ids[root - match]]:
+                    candidates, match = longer, match + 1
+                after = candidates[-1] + 1
+            else:
+                after, match = (latest[token] + 1, 1) if token in latest else (0, 0)
+        next_T[root], match_T[root] = after, match
+        latest[token] = root
+        if root:
+            pairs.setdefault((ids[root - 1], token), []).append(root)
+    return next_T, match_T
+
+
+def drafts_accepted(
+    ids_N: np.ndarray, end_N: np.ndarray, next_N: np.ndarray, match_N: np.ndarray, num_drafts: int
+) -> np.ndarray:
+    """How many tokens from next_N on equal those after the root, int64 [N]: at most `num_drafts`, all known by then."""
+    accepted_N = np.zeros_like(next_N)
+    roots = np.flatnonzero(match_N)
+    for draft in range(num_drafts):
+        drafted, true = next_N[roots] + draft, roots + 1 + draft
+        known = (drafted <= roots) & (true < end_N[roots])  # what comes after the root is not known yet
+        roots = roots[known][ids_N[drafted[known]] == ids_N[true[known]]]
+        accepted_N[roots] = draft + 1
+    return accepted_N

@@ -9,12 +9,13 @@ One at a time will do: points are added to those that the file has. With dry_run
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25.config import verb
-from medusa_k25.probing import hardware_file, other_model, own_file, table
+from medusa_k25.probing import Measured, hardware_file, other_model, own_file, table
 from medusa_k25.report import update_report
 
 MEASURED = "_measured"
@@ -31,10 +32,10 @@ def main(cfg: DictConfig) -> None:
     earlier = own_file(file)
     servers = [probe.open(url) for url in (cfg.server, *(cfg.blank or ()))]
     places, notes = probe.places(servers)
-    for served in servers:
-        speculates = f"verifies {served.nodes} tokens a pass" if served.nodes > 1 else "does not speculate"
-        print(f"{served.url}: SGLang {served.version} with {served.model}, {speculates}")
-    notes += [note for served in servers if (note := other_model(served, machine.target))]
+    for server in servers:
+        speculates = f"verifies {server.nodes} tokens a pass" if server.nodes > 1 else "does not speculate"
+        print(f"{server.url}: SGLang {server.version} with {server.model}, {speculates}")
+    notes += [note for server in servers if (note := other_model(server, machine))]
     for note in notes:
         print(note)
     print(
@@ -44,22 +45,24 @@ def main(cfg: DictConfig) -> None:
     if cfg.dry_run:
         print("dry run: nothing was measured or written")
         return
-    measured = probe.run(places)
+    chosen = cast(dict[str, Any], OmegaConf.to_container(cfg.hardware, resolve=True))
+    measured = list[Measured]()
+    for server in servers:  # what one server has shown is kept when the next one fails
+        measured += probe.run([place for place in places if place.server == server])
+        write(file, hardware_file(chosen, name, [each.point for each in measured], earlier))
     print(table(measured))
-    chosen = OmegaConf.to_container(cfg.hardware, resolve=True)
-    assert isinstance(chosen, dict)
-    text = hardware_file({str(k): v for k, v in chosen.items()}, name, [each.point for each in measured], earlier)
+    update_report(
+        Path(cfg.run_dir), "probe", {"file": str(file), "points": [asdict(each) for each in measured], "notes": notes}
+    )
+    use = "put it into conf/hardware" if cfg.probe_file else f"use it with --config-dir {folder} hardware={name}"
+    print(f"wrote {file}: {len(measured)} passes measured; {use}")
+
+
+def write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     part.write_text(text)
     part.rename(file)
-    update_report(
-        Path(cfg.run_dir), "probe", {"file": str(file), "points": [asdict(each) for each in measured], "notes": notes}
-    )
-    use = (
-        f"--config-dir {folder} hardware={name}" if not cfg.probe_file else "hardware=NAME from conf/hardware/NAME.yaml"
-    )
-    print(f"wrote {file}: {len(measured)} passes measured; use it with {use}")
 
 
 if __name__ == "__main__":

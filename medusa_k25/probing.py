@@ -19,7 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from medusa_k25.answer_client import NEUTRAL
-from medusa_k25.hardware import Point
+from medusa_k25.hardware import Hardware, Point
 from medusa_k25.prompts import load_prompts
 from medusa_k25.server import Refused, Server
 
@@ -57,12 +57,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Measured:
-    """point: with the median of the rounds. low_ms, high_ms: their range. running: requests in an average pass."""
+    """point: from the least disturbed answers of all rounds. low_ms, high_ms: what single rounds say. running: requests
+    in an average pass."""
 
     point: Point
     low_ms: float
     high_ms: float
     running: float
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """passes: of the request that took most. running: requests in an average pass."""
+
+    seconds: float
+    passes: int
+    running: float
+
+
+def _of_a_pass(short: _Timed, long: _Timed) -> float:
+    """Milliseconds."""
+    return 1000 * (long.seconds - short.seconds) / (long.passes - short.passes)
 
 
 @dataclass(frozen=True)
@@ -186,24 +201,26 @@ class Probe:
         prompts = [_prompt(ids, place.context, i) for i in range(place.batch)]
         self._timed(place, prompts, 2, clock)  # the prefix cache has them from here on
         bar.update()
-        ms, running = [], []
+        shorts, longs = list[_Timed](), list[_Timed]()
         for _ in range(self.rounds):
-            short_s, short_passes, _ = self._timed(place, prompts, self.short, clock)
-            long_s, long_passes, average = self._timed(place, prompts, self.long, clock)
+            shorts.append(self._timed(place, prompts, self.short, clock))
+            longs.append(self._timed(place, prompts, self.long, clock))
             bar.update(2)
-            if long_passes <= short_passes:
-                raise ValueError(
-                    f"{place.server.url}: {self.long} tokens took {long_passes} passes and {self.short} took "
-                    f"{short_passes}; give a larger probe.long"
-                )
-            ms.append(1000 * (long_s - short_s) / (long_passes - short_passes))
-            running.append(average)
-        middle = median(ms)
-        if middle <= 0:
+        # what else runs on the machine only adds time
+        short, long = (min(timed, key=lambda each: each.seconds / each.passes) for timed in (shorts, longs))
+        if long.passes <= short.passes:
+            raise ValueError(
+                f"{place.server.url}: {self.long} tokens took {long.passes} passes and {self.short} took "
+                f"{short.passes}; give a larger probe.long"
+            )
+        ms = _of_a_pass(short, long)
+        if ms <= 0:
             raise ValueError(
                 f"{place.server.url}: {self.long} tokens took no longer than {self.short}; the machine is too busy to "
                 "measure: try again, or give a larger probe.long or probe.rounds"
             )
+        of_rounds = [_of_a_pass(*both) for both in zip(shorts, longs, strict=True) if both[1].passes > both[0].passes]
+        of_rounds.append(ms)
         source = f"python -m medusa_k25.probe, {strftime('%Y-%m-%d')}, SGLang {place.server.version}"
         if place.top_p != 1:
             source += f", top-p {place.top_p:g}"
@@ -212,16 +229,14 @@ class Probe:
             place.batch,
             place.context,
             place.temperature,
-            float(f"{middle:.4g}"),
+            float(f"{ms:.4g}"),
             "measured",
             source,
         )
-        return Measured(point, min(ms), max(ms), median(running))
+        return Measured(point, min(of_rounds), max(of_rounds), median(each.running for each in longs))
 
-    def _timed(
-        self, place: Place, prompts: list[list[int]], tokens: int, clock: Callable[[], float]
-    ) -> tuple[float, int, float]:
-        """(seconds, passes of the request that took most, requests in an average pass) of all prompts at once."""
+    def _timed(self, place: Place, prompts: list[list[int]], tokens: int, clock: Callable[[], float]) -> "_Timed":
+        """All prompts at once."""
         sampling = {"max_new_tokens": tokens, "temperature": place.temperature, "top_p": place.top_p, **NEUTRAL}
         request = {"input_ids": prompts, "sampling_params": sampling | {"ignore_eos": True}}
         once = replace(place.server.http, retries=0)  # a time with a retry in it would be wrong
@@ -234,7 +249,7 @@ class Probe:
         if not isinstance(rows, list) or len(rows) != len(prompts):
             raise ValueError(f"{place.server.url} answered {len(prompts)} prompts with {str(rows)[:200]}")
         passes = [self._passes(place.server, row, tokens) for row in rows]
-        return seconds, max(passes), sum(passes) / max(passes)
+        return _Timed(seconds, max(passes), sum(passes) / max(passes))
 
     def _passes(self, server: Running, row: Any, tokens: int) -> int:
         about = row.get("meta_info") if isinstance(row, dict) else None
@@ -264,12 +279,14 @@ def table(measured: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def other_model(server: Running, target: str) -> str | None:
+def other_model(server: Running, machine: Hardware) -> str | None:
     """A remark where a server's model does not look like the hardware file's target; None where it does."""
-    ours, theirs = (_letters(name.rstrip("/").rpartition("/")[2]) for name in (target, server.model))
-    if ours in theirs or theirs in ours:
+    if machine.is_of(server.model):
         return None
-    return f"{server.url} serves {server.model}, the hardware file is {target}'s: say target=... there if that is so"
+    return (
+        f"{server.url} serves {server.model}, the passes of {machine.name} are those of {machine.target}: correct "
+        "`target` in the hardware file"
+    )
 
 
 def own_file(path: Path) -> list[Point]:
@@ -317,7 +334,3 @@ def _prompt(ids: list[int], length: int, number: int) -> list[int]:
 
 def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _letters(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -145,13 +145,7 @@ class Target:
 
     def load_tokenizer(self) -> Any:
         """The checkpoint's own transformers tokenizer. Raises ValueError when it does not load or is wrong."""
-        from transformers import AutoTokenizer
-
-        try:
-            with quiet_transformers():
-                tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        except (ImportError, OSError, ValueError) as error:
-            raise ValueError(f"cannot load the tokenizer of {self.path}: {error}") from error
+        tokenizer = load_tokenizer(self.path, self.trust_remote_code)
         if self.model_type == "kimi_k25" and self.vocab_size == KIMI_VOCAB_SIZE:
             # AutoTokenizer may pick a backend that splits this token; every prompt would then be wrong.
             ids = tokenizer.encode("<think>", add_special_tokens=False)
@@ -339,6 +333,23 @@ def _quantisation(config: Mapping[str, Any] | None) -> str:
         weights = group["weights"]
         return f"{method} {weights['type']}{weights['num_bits']}"
     return f"{method} int{config['bits']}" if "bits" in config else method
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers tokenizer of a folder, which may hold nothing else. Raises ValueError when it does not load."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"cannot load the tokenizer of {path}: {error}") from error
+
+
+def end_ids_of(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer, by the configs in the tokenizer's folder, else by the tokenizer."""
+    config = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    return _end_ids(path, config, config.get("text_config", {})) or (tokenizer.eos_token_id,)
 
 
 def _end_ids(path: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:

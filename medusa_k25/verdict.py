@@ -77,7 +77,7 @@ class Verdict:
         where = f"{self.target} on {self.hardware}, batch {self.batch}, context {self.context:,}"
         wide = max(len("predictor"), *(len(row.candidate.predictor) for row in self.rows))
         lines = [
-            f"{where}, temperature {self.temperature:g}",
+            f"{where}, temperature {self.temperature:g}; tokens/s are those of one request",
             f"{'predictor':<{wide}}  nodes  {'acceptance length':<23}  {'cycle':<21}  {'tokens/s':<24}  against none",
             f"{NOTHING:<{wide}}  {1:5}  {1:6.3f}{'':17}  {1000 / self.baseline_tok_s:5.1f} ms{'':13}  "
             f"{self.baseline_tok_s:7.1f}{'':17}  {1:5.2f}x",
@@ -128,7 +128,7 @@ def published_candidates(model: CycleModel) -> list[Candidate]:
             licence=drafter.licence,
             launch=drafter.launch,
         )
-        for drafter in drafters_for(model.hardware.target)
+        for drafter in drafters_for(model.hardware)
     ]
 
 
@@ -245,7 +245,7 @@ def _assumptions(
 ) -> list[str]:
     """Everything that the verdict rests on and nobody has measured here, each once."""
     found = []
-    if target != model.hardware.target:
+    if not model.hardware.is_of(target):
         found.append(
             f"passes are those of {model.hardware.target} on {model.hardware.name}, the text is {target}'s: only what "
             "the same model accepts and costs makes a verdict"
@@ -267,7 +267,7 @@ def _assumptions(
     for row in rows:
         if row.candidate.published:
             found.append(f"{row.candidate.predictor} accepts on your text what it does on its makers'")
-    for drafter in drafters_for(model.hardware.target):
+    for drafter in drafters_for(model.hardware):
         if any(row.candidate.predictor == drafter.name for row in rows):
             size = (
                 f"a drafting reads {drafter.read_bytes / 1e9:.1f} GB, {drafter.read_source}"

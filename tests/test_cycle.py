@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from medusa_k25.config import conf_dir
 from medusa_k25.cycle import CycleModel, Length, heads_draft_ms, model_draft_ms, tokens_per_s
 from medusa_k25.hardware import Hardware, Point
-from medusa_k25.served import KIMI_K25
+from medusa_k25.served import KIMI_K25, Served
+from tests.test_served import SMOLLM2
 
 
 def machine(name: str) -> Hardware:
@@ -161,6 +162,23 @@ def test_other_places_say_so() -> None:
     assert at_4.ms == pytest.approx(10 + sum(model.parts(1, 4, 1024).values()) - sum(model.parts(1, 1, 1024).values()))
 
 
+def test_the_nearest_place_has_the_temperature_first() -> None:
+    model = measured((1, 4, 1024, 0.0, 30.0), (1, 1, 1024, 1.0, 10.0), (1, 4, 32768, 0.0, 40.0))
+    assert model.cycle(1, batch=4, context=4096).ms > 30
+    parts = [sum(model.parts(1, batch, 1024).values()) for batch in (2, 4)]
+    assert model.cycle(1, batch=2).ms == pytest.approx(30 * parts[0] / parts[1])
+
+
+def test_products_count_where_they_take_longer_than_reading() -> None:
+    """On two cores they do: 2 x 134.5 M x 64 in 80 GFLOP/s, less 269 MB at 12 GB/s."""
+    model = CycleModel(replace(machine("cpu"), cycles=()), Served.of_config(SMOLLM2))
+    parts = model.parts(64, 1, 1)
+    assert parts["weights"] == pytest.approx(22.4, rel=0.01) and parts["all-reduces"] == parts["experts"] == 0
+    assert parts["products beyond reading"] == pytest.approx(215.2 - 22.4, rel=0.01)
+    assert model.parts(1, 1, 1)["products beyond reading"] == 0
+    assert all(part == 0 for name, part in RTX.parts(16, 8, 1).items() if name == "products beyond reading")
+
+
 def test_a_cheaper_pass_than_any_measured_costs_something() -> None:
     model = measured((16, 32, 32768, 0.0, 5.0))  # far less than the parts say
     ms = [model.cycle(nodes, batch).ms for nodes, batch in ((1, 1), (4, 1), (4, 32), (16, 32))]
@@ -224,6 +242,14 @@ def test_the_best_tree_is_not_the_one_that_accepts_most() -> None:
     assert point.low_tok_s == pytest.approx(2300 / point.cycle.high_ms)
     assert point.high_tok_s == pytest.approx(2500 / point.cycle.low_ms)
     assert RTX.best_under_cost({3: length(1.0), 4: length(30 / RTX.cycle(3).ms)}).best.nodes == 3  # equals
+
+
+def test_an_interval_holds_its_mean() -> None:
+    assert Length.around(1.5, (1.4, 1.6)) == Length(1.5, 1.4, 1.6)
+    assert Length.around(1.5, (1.5 + 1e-12, 1.5 - 1e-12)) == Length(1.5, 1.5, 1.5)
+    assert Length.around(1.0, (1 - 1e-12, 1.0)) == Length(1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="acceptance length 0.9"):
+        Length.around(0.9, (0.8, 1.0))
 
 
 # --- bad input

@@ -73,3 +73,20 @@ def test_an_all_reduce_of_any_size() -> None:
     falling = replace(machine, allreduces=(replace(machine.allreduces[0], us=300), machine.allreduces[1]))
     assert falling.allreduce_us(10**6) == 205  # a slope below 0 is noise
     assert replace(machine, allreduces=()).allreduce_us(10**6) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("moonshotai/Kimi-K2.5", "kimi_k25", True),
+        ("moonshotai/Kimi-K2.5", "/models/Kimi-K2.5-NVFP4/", True),
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", True),
+        ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2", False),
+        ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", False),
+        ("smollm2-135m-instruct", "smollm2-360m-instruct", False),
+        ("tiny_k25", "kimi_k25", False),
+    ],
+)
+def test_names_of_one_model(one: str, other: str, same: bool) -> None:
+    machine = build(RTX)
+    assert replace(machine, target=one).is_of(other) == replace(machine, target=other).is_of(one) == same

@@ -22,13 +22,13 @@ LAYERS = {
     ],
     "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
     "maths": [
-        *("loss", "metrics", "tree", "replay", "ngram", "acceptance", "breakdown"),
+        *("loss", "metrics", "tree", "replay", "ngram", "ngram_engine", "corpus_choice", "acceptance", "breakdown"),
         *("hardware", "served", "cycle", "drafters", "verdict", "costs", "fp8_cost"),
         *("planning", "learning_curve", "calibration"),
     ],
     "serving": [
         *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
-        "probing",
+        *("serving.ngram_corpus", "probing"),
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),

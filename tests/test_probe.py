@@ -139,6 +139,23 @@ def test_cycles_are_measured_and_become_a_hardware_file(run: Any, plain: Fake, b
     assert "SGLang 0.5.23, top-p 0.95" in next(p.source for p in machine.cycles if p.temperature == 0.6)
 
 
+def test_a_machine_that_does_other_things_too_is_measured(
+    run: Any, plain: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All calls but one short and one long answer are held up, the warm-up, too."""
+    held_up = iter([1.0, 0.4, 0.3, 0.0, 0.0, 0.7, 0.2])
+
+    def edit(about: dict[str, Any]) -> None:
+        plain.now_s += next(held_up)
+
+    plain.edit = edit
+    small = ("probe.contexts=[64]", "probe.batches=[1]", "probe.sampling=[{temperature: 0.0, top_p: 1.0}]")
+    [measured] = run(f"server={plain.url}", *small)["points"]
+    assert measured["point"]["ms"] == pytest.approx(plain.pass_ms(1))
+    expected = [plain.pass_ms(1) + 1000 * more / 64 for more in (-0.1, 0.0, -0.5)]
+    assert (measured["low_ms"], measured["high_ms"]) == pytest.approx((min(expected), max(expected)))
+
+
 def test_what_is_asked_is_bounded_and_said_before(run: Any, plain: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"server={plain.url}", *SMALL)
     said = capsys.readouterr().out
@@ -166,6 +183,15 @@ def test_servers_can_be_measured_one_after_another(run: Any, plain: Fake, blank:
     report = run(f"server={plain.url}", *small)
     cycles = yaml.safe_load(Path(report["file"]).read_text())["cycles"]
     assert [(cycle["nodes"], cycle["ms"]) for cycle in cycles] == [(1, 40.0), (9, blank.pass_ms(1))]
+
+
+def test_what_one_server_has_shown_is_kept_when_the_next_fails(
+    run: Any, plain: Fake, blank: Fake, tmp_path: Path
+) -> None:
+    blank.missing.add("/generate")
+    with pytest.raises(ValueError, match="/generate: 404"):
+        run(f"server={plain.url}", f"blank=[{blank.url}]", f"probe_file={tmp_path}/new.yaml", *SMALL)
+    assert {cycle["nodes"] for cycle in yaml.safe_load((tmp_path / "new.yaml").read_text())["cycles"]} == {1}
 
 
 def test_other_files_are_left_alone(run: Any, plain: Fake, tmp_path: Path) -> None:

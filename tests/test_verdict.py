@@ -85,7 +85,7 @@ def test_a_published_drafter_that_wins_is_named() -> None:
         found.sentence
     )
     text = found.text()
-    for drafter in drafters_for(K25):
+    for drafter in drafters_for(MEASURED.hardware):
         assert drafter.name in text and drafter.launch in text and drafter.source in text
         assert f"{drafter.name} accepts on your text what it does on its makers'" in found.assumptions
     assert "AQ-MedAI/Kimi-K25-eagle3: what drafting costs is unknown and taken as nothing" in found.assumptions

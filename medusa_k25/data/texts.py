@@ -118,6 +118,16 @@ def texts_of_cache(cache: Cache, split: Split, think_ids: ThinkIds | None = None
     return texts
 
 
+def holds_messages(path: Path) -> bool:
+    """Whether a .jsonl file's rows are {"messages"}, to be rendered, and not what `generate` writes, by its first."""
+    if not path.is_file():
+        raise ValueError(f"no conversations at {path.absolute()}; expected a .jsonl file, such as generate writes")
+    _, first = next(json_lines(path), (path, None))
+    if first is None:
+        raise ValueError(f"{path} holds no conversation; expected a row for each")
+    return isinstance(first, Mapping) and "messages" in first and not {"answer_ids", "error"} & first.keys()
+
+
 def texts_of_conversations(
     path: Path, marks: ChatMarks | None, think_ids: ThinkIds | None = None
 ) -> dict[Split, list[Text]]:
@@ -127,13 +137,7 @@ def texts_of_conversations(
     tokenizer's chat template. A prompt that another split reports on is left out, as `windows.documents_of` does.
     Raises ValueError, with file and line, for any other row, and for messages without `marks`.
     """
-    if not path.is_file():
-        raise ValueError(f"no conversations at {path.absolute()}; expected a .jsonl file, such as generate writes")
-    _, first = next(json_lines(path), (path, None))
-    if first is None:
-        raise ValueError(f"{path} holds no conversation; expected a row for each")
-    has_ids = not isinstance(first, Mapping) or "messages" not in first or {"answer_ids", "error"} & first.keys()
-    found = list(_generated(path, think_ids) if has_ids else _rendered(path, marks, think_ids))
+    found = list(_rendered(path, marks, think_ids) if holds_messages(path) else _generated(path, think_ids))
     splits = [SPLITS.index(split_of(text.group, key)) for key, text in found]
     reported: dict[str, int] = {}
     for (key, _), split in zip(found, splits, strict=True):
