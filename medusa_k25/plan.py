@@ -23,15 +23,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25.calibration import timed_positions_per_s
+from medusa_k25.chat import ChatMarks
 from medusa_k25.config import ConfigError, conf_dir, verb
 from medusa_k25.costs import TrainingCost, peak_flops
-from medusa_k25.data.texts import Text, texts_of_conversations
+from medusa_k25.data.texts import Text, holds_messages, texts_of_conversations
 from medusa_k25.hardware import Hardware
 from medusa_k25.learning_curve import Measured, fit_curve
 from medusa_k25.plan_report import Pilot, Plan, markdown, text
 from medusa_k25.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
 from medusa_k25.report import read_report, update_report
 from medusa_k25.served import KIMI_K25, Served
+from medusa_k25.target import end_ids_of, load_tokenizer
 from medusa_k25.target_builders import find_checkpoint
 
 CALIBRATION_S = 5.0
@@ -138,7 +140,12 @@ def counted(cfg: DictConfig) -> Dataset | None:
     file = Path(cfg.conversations)
     if not file.exists() and file == Path(cfg.run_dir) / "conversations.jsonl":
         return None
-    texts = texts_of_conversations(file, None)
+    marks = None
+    if cfg.tokenizer is not None and holds_messages(file):
+        folder = Path(cfg.tokenizer)
+        tokenizer = load_tokenizer(folder, cfg.target.get("trust_remote_code", False))
+        marks = ChatMarks.read(tokenizer, end_ids_of(folder, tokenizer), folder)
+    texts = texts_of_conversations(file, marks)
 
     def split(found: list[Text]) -> Split:
         return Split(len(found), sum(one.num_states for one in found))

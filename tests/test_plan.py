@@ -127,6 +127,17 @@ def test_conversations_are_counted(planned, tmp_path):
         assert data[split] == {"answers": splits.count(split), "states": states}
 
 
+def test_messages_are_counted_with_a_tokenizer_alone(planned, tiny_llama, tmp_path):
+    file = tmp_path / "messages.jsonl"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "its answer"}]
+    file.write_text("".join(json.dumps({"id": f"{i}", "messages": turns}) + "\n" for i in range(3)))
+    data = planned(K25, NOWHERE, f"conversations={file}", f"tokenizer={tiny_llama.path}")[0]["data"]
+    assert data["samples"] == 3
+    assert data["answer_tokens"] >= 3 * len(tiny_llama.load_tokenizer()("its answer")["input_ids"])
+    with pytest.raises(ValueError, match="name the target's tokenizer, tokenizer=FOLDER"):
+        planned(K25, NOWHERE, f"conversations={file}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -210,3 +221,18 @@ def test_the_commands_of_a_plan_exist(planned, tmp_path, monkeypatch, capsys):
 def test_a_model_that_is_not_there_is_really_not_there():
     with pytest.raises(ValueError, match="neither a folder nor in the local"):
         find_checkpoint("no/such-model")
+
+
+def test_the_commands_of_the_next_steps_exist():
+    root = Path(__file__).parents[1]
+    lines = (root / "notes" / "next-steps-k25.md").read_text().splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith("    ") and line.strip()]
+    assert len(commands) >= 10
+    for words in commands:
+        if words[0] == "python":
+            assert words[2].removeprefix("medusa_k25.") in VERBS, words
+            compose(words[3:])
+        else:
+            recipe = next(word for word in words if word.startswith("launch/"))
+            assert (root / recipe).exists()
+            compose(words[words.index(recipe) + 1 :])
