@@ -64,11 +64,17 @@ def main(cfg: DictConfig) -> None:
     )
     storage, dtype = cfg.capture.storage, cfg.capture.storage_dtype
     own = estimate(hardware, own_cost, data, run, dtype, measured, cfg.trainer.num_nodes)
-    rented, found, advice = None, tuple[Way, ...](), None
+    rented, shared, advice = None, tuple[Way, ...](), None
     if alternative is not None:
         rented = estimate(alternative, costs[alternative.name], data, run, dtype, machines=cfg.trainer.num_nodes)
-        found = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
-        advice = recommendation(found, own, rented, assumptions)
+        shared = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
+        advice = recommendation(shared, own, rented, assumptions)
+    sizes = sorted({*NODES} | ({cfg.num_nodes} - {None}))
+    serving = {
+        machine.name: [heads_break_even(machine, served, costs[machine.name], nodes) for nodes in sizes]
+        for machine in machines
+        if machine.is_of(target)
+    }
     plan = Plan(
         name=cfg.name,
         experiment=experiment(),
@@ -83,15 +89,12 @@ def main(cfg: DictConfig) -> None:
         num_nodes=cfg.num_nodes,
         own=own,
         rented=rented,
-        ways=found,
+        ways=shared,
         advice=advice,
-        serving={
-            machine.name: {
-                nodes: heads_break_even(machine, served, costs[machine.name], nodes)
-                for nodes in sorted({*NODES} | ({cfg.num_nodes} - {None}))
-            }
-            for machine in machines
-            if machine.is_of(target)
+        serving={name: {one.nodes: one for one, _ in found} for name, found in serving.items()},
+        cycle_assumptions={
+            name: tuple(dict.fromkeys(what for _, assumed in found for what in assumed))
+            for name, found in serving.items()
         },
         pilot=pilot_of([Path(folder) for folder in cfg.pilot], hardware, served, own_cost) if cfg.pilot else None,
         settings=settings(cfg),
@@ -239,7 +242,7 @@ def pilot_of(runs: list[Path], hardware: Hardware, served: Served, cost: Trainin
     lengths = tuple(metrics["heldout/acceptance_tree"] for _, metrics in found)
     points = [Measured(positions, metrics["heldout/speedup"]) for positions, metrics in found]
     most = max((cost.K + 1) * point.value / length for point, length in zip(points, lengths, strict=True))
-    pays = heads_break_even(hardware, served, cost, int(found[-1][1]["num_nodes"]))
+    pays, _ = heads_break_even(hardware, served, cost, int(found[-1][1]["num_nodes"]))
     return Pilot(tuple(str(run) for run in runs), lengths, fit_curve(points, most), pays)
 
 

@@ -63,6 +63,7 @@ class Plan:
     ways: tuple[Way, ...]
     advice: str | None
     serving: Mapping[str, Mapping[int, BreakEven]]  # by machine and nodes; none where its figures are another target's
+    cycle_assumptions: Mapping[str, tuple[str, ...]]
     pilot: Pilot | None
     settings: dict[str, Any]
 
@@ -283,6 +284,8 @@ def notes(plan: Plan) -> Iterator[str]:
     yield f"{plan.data.samples:,} samples, {plan.data.tokens:,} tokens: {plan.data.source}"
     for estimated in plan.estimates:
         yield from _assumed(estimated.hardware)
+    for name, assumed in plan.cycle_assumptions.items():
+        yield from (f"{name}: {what}" if not what.startswith(name) else what for what in assumed)
     if plan.ways:
         yield f"setting a rented machine up takes {plan.assumptions.setup_hours:g} h (assumed: plan.setup_hours)"
         if plan.own.price_per_hour is None:
@@ -361,9 +364,20 @@ def markdown(plan: Plan) -> str:
     for section in sections(plan):
         lines += [f"## {section.title}", "", _row(section.head), _row(["---"] * len(section.head))]
         lines += [*(_row(row) for row in section.rows), "", *([section.said, ""] if section.said else [])]
-    lines += ["## Capture", "", *_capture(plan), "", "## Vocabulary", "", _vocabulary(plan), "", "## Training", ""]
+    lines += [
+        "## Capture",
+        "",
+        *_capture(plan),
+        "",
+        "## Vocabulary",
+        "",
+        _vocabulary(plan),
+        "",
+        "## Training settings",
+        "",
+    ]
     lines += [_row(("setting", "value")), _row(("---", "---"))]
-    lines += [_row((f"`{name}`", f"{value}")) for name, value in plan.settings.items()]
+    lines += [_row((f"`{name}`", "null" if value is None else f"{value}")) for name, value in plan.settings.items()]
     lines += ["", "## Commands", "", "```sh", *_commands(plan), "```", "", "## Deployment", "", *_deployment(plan)]
     lines += ["", "## Assumptions and remarks", "", *(f"- {note}" for note in notes(plan)), ""]
     return "\n".join(lines)

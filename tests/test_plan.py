@@ -51,7 +51,7 @@ def test_every_experiment_plans_without_a_checkpoint(planned, name):
     assert all(machine["memory_fits"] for machine in report["machines"])
     assert all(hours > 0 for machine in report["machines"] for hours in machine["hours"].values())
     assert report["recommendation"] in out
-    for heading in ("## Data", "## Capture", "## Vocabulary", "## Training", "## Commands", "## Deployment"):
+    for heading in ("## Data", "## Capture", "## Vocabulary", "## Training settings", "## Commands", "## Deployment"):
         assert heading in markdown
 
 
@@ -76,7 +76,12 @@ def test_kimi_k25_is_what_its_sizes_say(planned):
     assert "tokens a pass on, of the 5" not in out
     eight = planned(K25, NOWHERE, "num_nodes=8")[1]
     assert "on rtx_pro_6000_x8 num_nodes=8 pays from 4.68 tokens a pass on, of the 5 that 4 heads" in eight
-    for said in ("generate_tok_s 2000 (assumed", "own machine is worth $15 (assumed", "extrapolated"):
+    for said in (
+        "generate_tok_s 2000 (assumed",
+        "own machine is worth $15 (assumed",
+        "extrapolated",
+        "number of tokens assumed",
+    ):
         assert said in out and said in markdown
 
 
