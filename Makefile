@@ -16,7 +16,7 @@ SGLANG_STAMP := .venv-sglang/.installed-$(shell cat $(SGLANG_PINS) 2>/dev/null |
 VLLM_STAMP := .venv-vllm/.installed-$(shell sha256sum < $(VLLM_PINS) | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo heads test test-engines test-engines-sglang test-engines-vllm check bench bench-engines clean
+.PHONY: help demo heads test test-engines engines-ready test-engines-sglang test-engines-vllm check bench bench-engines clean
 
 help:
 	@echo "make demo    train heads for SmolLM2 on this CPU, evaluate, export and decode with them"
@@ -38,13 +38,17 @@ heads: $(STAMP)
 $(HEADS):
 	$(MAKE) heads
 
+# Two tests at once, whatever the machine: some of them start two ranks. A file stays together, with what it prepares.
 test: $(STAMP)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Training heads takes as long as installing both engines, and one core; every engine here runs on one, too.
 test-engines:
-	$(MAKE) -j2 $(HEADS) $(SGLANG_STAMP) $(VLLM_STAMP)
+	$(MAKE) -j2 engines-ready
 	$(MAKE) -j2 -Otarget test-engines-sglang test-engines-vllm
+
+# Heads first: they take longest.
+engines-ready: $(HEADS) $(SGLANG_STAMP) $(VLLM_STAMP)
 
 # The project is installed as users do it, but for the build tool, which is there already.
 INSTALL_IN_SGLANG := .venv-sglang/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e . -e tests/engines/sglang/stand_ins

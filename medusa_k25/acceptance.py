@@ -3,6 +3,8 @@
 Letters: S states of one answer, N of all, K heads, R choices of a head.
 """
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -10,20 +12,27 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from medusa_k25.cache import Cache
+from medusa_k25.corpus_choice import best_corpus_drafts, choose_corpus
 from medusa_k25.data.splits import Split
-from medusa_k25.data.texts import Text, texts_of_cache
+from medusa_k25.data.texts import Text
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.metrics import top_accuracy
-from medusa_k25.ngram import ngram_accepted
+from medusa_k25.ngram import Lookup
+from medusa_k25.ngram_engine import Corpus, EngineNgram
 from medusa_k25.replay import Acceptance, Passes, Resampling, answer_ranks, grow, grow_where_walks_stop, walk_all
 from medusa_k25.tree import Growth, Tree, places
+
+NGRAM_LOOKUP, CORPUS = "n-gram lookup", "training answers + own text"
+CHAIN, TREE, BOTH = "heads, chain", "heads, tree", "heads + n-gram lookup"
 
 ALL_SIZES = range(2, 65)  # of trees, in tree_sizes
 MOST_LOOKED_UP = 4  # nodes of a pass that a looked-up chain may take from the tree
 SHORTEST_MATCHES = (1, 2, 3, 4)
+SHARING_TOKENS = 30_000  # of calibration text, on which it is tried how to share drafts between a corpus and own text
 
 
 class Predictor(Protocol):
@@ -36,14 +45,34 @@ class Predictor(Protocol):
 
 
 @dataclass(frozen=True)
-class NgramLookup:
-    """What followed the latest occurrence of the last tokens in the own context, as a chain."""
+class CorpusAndOwnText:
+    """SGLang's NGRAM with a corpus, the drafts shared out between it and the own text as is best on `calibration`."""
 
-    longest: int
-    name: str = "n-gram lookup"
+    name: str
+    corpus: Corpus
+    calibration: Sequence[Text]
+    _drafts: dict[int, int] = field(default_factory=dict, repr=False)
 
     def accepted(self, texts: Sequence[Text], num_nodes: int) -> list[Tensor]:
-        return [ngram_accepted(text.ids_T, text.start, num_nodes - 1, self.longest) for text in texts]
+        return EngineNgram(self.name, self.corpus, self.corpus_drafts(num_nodes)).accepted(texts, num_nodes)
+
+    def corpus_drafts(self, num_nodes: int) -> int:
+        """How many of a pass's drafts the corpus has the choosing of: --speculative-ngram-external-sam-budget."""
+        if num_nodes not in self._drafts:
+            self._drafts[num_nodes] = best_corpus_drafts(self.corpus, self.calibration, num_nodes)
+        return self._drafts[num_nodes]
+
+
+def training_free(
+    train: Sequence[Text], calibration: Sequence[Text], ngram_longest: int, corpus_tokens: int
+) -> list[Predictor]:
+    """All predictors that need nothing but text; those with a corpus where there is text to train on."""
+    predictors: list[Predictor] = [Lookup(NGRAM_LOOKUP, ngram_longest), Lookup("suffix lookup", None)]
+    if train:
+        corpus = Corpus([text.answer_T for text in choose_corpus(train, calibration, corpus_tokens)])
+        both = CorpusAndOwnText(CORPUS, corpus, some_of(calibration, SHARING_TOKENS))
+        predictors += [EngineNgram("training answers", corpus), both]
+    return predictors
 
 
 @dataclass(frozen=True)
@@ -277,44 +306,114 @@ def tree_sizes(
     return [TreeSize(chosen, n, trees[n].depth, trees[n].width, *both) for n, both in lengths.items()]
 
 
+def some_of(texts: Sequence[Text], most_tokens: int | None) -> list[Text]:
+    """At most so many tokens of answers (None: all): whole conversations, in the order of a hash of their ids."""
+    if most_tokens is None or sum(text.num_states for text in texts) <= most_tokens:
+        return list(texts)
+    tokens_of = Counter[str]()
+    for text in texts:
+        tokens_of[text.document] += text.num_states
+    kept, tokens = set[str](), 0
+    for document in sorted(tokens_of, key=lambda id: hashlib.sha256(id.encode()).digest()):
+        tokens += tokens_of[document]
+        if kept and tokens > most_tokens:
+            break
+        kept.add(document)
+    return [text for text in texts if text.document in kept]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tree of heads, and the share of the held-out verify passes that accepted the draft at each of its paths."""
+
+    paths: list[list[int]]
+    shares: list[float]
+
+
+def drawn(tree: Tree, passes: Passes, texts: Sequence[Text], ranks: Mapping[Text, Tensor]) -> Drawn:
+    """passes: of `walk_all` over `texts`, with this tree."""
+    start_I = torch.tensor([0, *(text.num_states for text in texts)]).cumsum(0)
+    ranks_NK = torch.cat([ranks[text] for text in texts])
+    places_PK = places(tree.paths, ranks_NK[start_I[passes.text_P] + passes.state_P])
+    counts = torch.bincount(places_PK.flatten(), minlength=len(tree.paths) + 1)[: len(tree.paths)]
+    return Drawn([list(path) for path in tree.paths], (counts / len(places_PK)).tolist())
+
+
 class Evaluator:
-    """`num_nodes`: sizes of a pass to report, root included. Trees use at most `max_width` choices of a head."""
+    """What is replayed, and for which kind of request it is judged.
 
-    def __init__(self, num_nodes: Sequence[int | None], max_width: int, ngram_longest: int):
+    num_nodes: sizes of a pass, root included; null is left out. max_width: choices of a head that a tree uses at most.
+    ngram_longest: tokens that n-gram lookup looks up at most. corpus_tokens: of a corpus, see `choose_corpus`.
+    most_tokens: of calibration and of held-out text that is walked, whole conversations; null: all.
+    batch, context: requests at a time, and tokens before each. temperature: that they are served at; null: the text's.
+    """
+
+    def __init__(
+        self,
+        num_nodes: Sequence[int | None],
+        max_width: int,
+        ngram_longest: int,
+        corpus_tokens: int,
+        most_tokens: int | None,
+        batch: int,
+        context: int,
+        temperature: float | None,
+    ):
         sizes = sorted({nodes for nodes in num_nodes if nodes is not None})
-        if not sizes or sizes[0] < 2:
-            raise ValueError(f"evaluate.num_nodes={list(num_nodes)}: a pass verifies 2 tokens or more, root included")
+        if not sizes or not 2 <= sizes[0] <= sizes[-1] <= ALL_SIZES[-1]:
+            raise ValueError(
+                f"evaluate.num_nodes={list(num_nodes)}: a pass verifies 2 to {ALL_SIZES[-1]} tokens, root included"
+            )
         self.num_nodes, self.max_width, self.ngram_longest = sizes, max_width, ngram_longest
+        self.corpus_tokens, self.most_tokens = corpus_tokens, most_tokens
+        self.batch, self.context, self.temperature = batch, context, temperature
 
-    def of_cache(self, cache: Cache, heads: Heads, vocabulary: DraftVocabulary, lm_head_MD: Tensor) -> Evaluation:
-        """n-gram lookup and heads, on the text of the cache that the heads read."""
-        texts: dict[Split, list[Text]] = {split: texts_of_cache(cache, split) for split in ("calibration", "heldout")}
-        replayed = Replayed(texts["heldout"], texts["calibration"])
-        ranks = ranks_of(heads, lm_head_MD, vocabulary, cache, texts)
-        return self.run(replayed, [NgramLookup(self.ngram_longest)], ranks)
+    def replayed(self, texts: Mapping[Split, Sequence[Text]]) -> Replayed:
+        """The text that is walked; ValueError where there is none."""
+        return Replayed(*(some_of(texts[split], self.most_tokens) for split in ("heldout", "calibration")))
+
+    def predictors(
+        self, train: Sequence[Text], replayed: Replayed, ranks: Mapping[Text, Tensor] | None = None
+    ) -> list[Predictor]:
+        """All there are. ranks: of the heads' labels in the replayed text, None without heads."""
+        predictors = training_free(train, replayed.calibration, self.ngram_longest, self.corpus_tokens)
+        if ranks is not None:
+            calibration = [ranks[text] for text in replayed.calibration]
+            chain = HeadsTree(CHAIN, Growth.chain(calibration[0].shape[1]), ranks)
+            tree = HeadsTree(TREE, grow(calibration, ALL_SIZES[-1], self.max_width), ranks)
+            texts = [*replayed.calibration, *replayed.heldout]
+            lookup = Lookup(NGRAM_LOOKUP, self.ngram_longest)
+            looked_up = dict(zip(texts, lookup.accepted_and_matches(texts, MOST_LOOKED_UP + 1), strict=True))
+            predictors += [chain, tree, HeadsBesideLookup(BOTH, tree, looked_up, replayed.calibration)]
+        return predictors
+
+    def sizes(self, predictor: Predictor) -> Sequence[int]:
+        """Those of `num_nodes` that it can fill: a tree of heads has no more nodes than calibration text has paths."""
+        heads = predictor.heads if isinstance(predictor, HeadsBesideLookup) else predictor
+        if not isinstance(heads, HeadsTree):
+            return self.num_nodes
+        if heads.name == CHAIN:
+            return range(2, heads.growth.most_nodes + 1)
+        return [n for n in self.num_nodes if n <= heads.growth.most_nodes]
 
     def run(
         self, replayed: Replayed, predictors: Sequence[Predictor], ranks: Mapping[Text, Tensor] | None = None
     ) -> Evaluation:
-        """Everything is chosen on calibration text and reported on held-out text.
-
-        ranks: of the heads' labels in both, None without heads. predictors: the others, each at all sizes.
-        """
-        rows = [replayed.row(predictor, n) for predictor in predictors for n in self.num_nodes]
+        """Everything is chosen on calibration text and reported on held-out text."""
+        work = [(predictor, n) for predictor in predictors for n in self.sizes(predictor)]
+        rows = [replayed.row(predictor, n) for predictor, n in tqdm(work, desc="replay", unit="row", leave=False)]
         accuracy_KR: list[list[float]] = []
         labels: list[int] = []
         trees: list[TreeSize] = []
         if ranks is not None:
             hits_KR, labels_K = accuracy(ranks, replayed.heldout, range(1, 6))
             accuracy_KR, labels = (hits_KR / labels_K[:, None].clamp(min=1)).tolist(), labels_K.tolist()
-            K, most = len(labels), max(*self.num_nodes, *ALL_SIZES)
             calibration = [ranks[text] for text in replayed.calibration]
-            chain = HeadsTree("heads, chain", Growth.chain(K), ranks)
-            joint = HeadsTree("heads, tree", grow(calibration, most, self.max_width), ranks)
-            rows += [replayed.row(chain, n) for n in range(2, K + 2)]
-            rows += [replayed.row(joint, n) for n in self.num_nodes]
-            product = product_growth(ranks, replayed.calibration, most, self.max_width)
-            stops = grow_where_walks_stop(calibration, most, self.max_width)
-            for chosen, growth in (("joint", joint.growth), ("stops", stops), ("product", product)):
+            most = ALL_SIZES[-1]
+            for chosen, growth in (
+                ("joint", grow(calibration, most, self.max_width)),
+                ("stops", grow_where_walks_stop(calibration, most, self.max_width)),
+                ("product", product_growth(ranks, replayed.calibration, most, self.max_width)),
+            ):
                 trees += tree_sizes(chosen, growth, ranks, replayed)
         return Evaluation(len(replayed.heldout), int(replayed.loops_I.sum()), rows, accuracy_KR, labels, trees)

@@ -1,38 +1,173 @@
-"""What a checkpoint accepts on held-out text, and in which tree.
+"""Does it pay? What every predictor accepts on held-out text, what a pass costs, and the tokens/s that makes.
 
-python -m medusa_k25.evaluate [checkpoint=best|last|STEP|FOLDER]
+python -m medusa_k25.evaluate [checkpoint=best|last|STEP|FOLDER] [hardware=NAME]
+python -m medusa_k25.evaluate conversations=FILE [tokenizer=FOLDER] [hardware=NAME]
+
+The second form needs no states and no weights: it answers for the predictors that need no training. So does the first
+one where the run has no checkpoint yet, and with checkpoint=null.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import Tensor
 
+from medusa_k25.acceptance import BOTH, CHAIN, TREE, Evaluator, HeadsTree, Predictor, Replayed, drawn, ranks_of
+from medusa_k25.breakdown import break_down
 from medusa_k25.cache import Cache
-from medusa_k25.checkpoint import find_checkpoint, load_heads
-from medusa_k25.config import verb
+from medusa_k25.chat import ChatMarks, think_ids_of
+from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
+from medusa_k25.config import ConfigError, verb
 from medusa_k25.conversations import default_device
+from medusa_k25.cycle import CycleModel, heads_draft_ms
+from medusa_k25.data.splits import SPLITS, Split
+from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
+from medusa_k25.hardware import Hardware
 from medusa_k25.report import acceptance_table, update_report, write_page
+from medusa_k25.served import KIMI_K25_NAME
+from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load_tokenizer
+from medusa_k25.verdict import fastest_candidates, judge, length_of, published_candidates
 
 
-@verb("target", "evaluate")
+@dataclass(frozen=True)
+class Evidence:
+    """Text that the target has generated, and the ranks of the heads' labels in it, where there are heads.
+
+    target: whose text it is. passes: what a pass costs. draft_ms: of the heads, by predictor.
+    """
+
+    texts: Mapping[Split, Sequence[Text]]
+    ranks: Mapping[Text, Tensor] | None
+    target: str
+    passes: CycleModel
+    draft_ms: Mapping[str, float]
+    made_from: Mapping[str, Any]
+
+
+@verb("target", "evaluate", "hardware")
 def main(cfg: DictConfig) -> None:
+    evaluator: Evaluator = instantiate(cfg.evaluate)
+    run_dir, hardware = Path(cfg.run_dir), instantiate(cfg.hardware)
+    evidence = of_conversations(cfg, hardware) if reads_conversations(cfg) else of_cache(cfg, hardware)
+    replayed = evaluator.replayed(evidence.texts)
+    predictors = evaluator.predictors(evidence.texts["train"], replayed, evidence.ranks)
+    evaluation = evaluator.run(replayed, predictors, evidence.ranks)
+    print(acceptance_table(evaluation))
+
+    found = temperatures_of(replayed.heldout)
+    of_text = found.pop() if len(found) == 1 else None
+    temperature = evaluator.temperature if evaluator.temperature is not None else of_text or 0.0
+    place = (evaluator.batch, evaluator.context, temperature)
+    candidates = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
+    own = [candidate.predictor for candidate in candidates]
+    candidates += published_candidates(evidence.passes)
+    verdict = judge(evidence.passes, candidates, evidence.target, *place, of_text)
+    print(f"\n{verdict.text()}")
+
+    chosen = next(row.candidate for row in verdict.rows if row.candidate.predictor in own)
+    nodes = {candidate.predictor: candidate.nodes for candidate in candidates}
+    by_name = {predictor.name: predictor for predictor in predictors}
+    section = {
+        **evidence.made_from,
+        **evaluation.as_json(),
+        "verdict": verdict.as_json(),
+        "speed": speeds(evaluation.rows, evidence, place),
+        "breakdown": {"predictor": chosen.predictor, "nodes": chosen.nodes}
+        | broken_down(by_name[chosen.predictor], replayed, chosen.nodes),
+    }
+    if evidence.ranks is not None:
+        tree = by_name[TREE]
+        assert isinstance(tree, HeadsTree)
+        passes = replayed.passes(tree, nodes[TREE])
+        shape = drawn(tree.tree(nodes[TREE]), passes, replayed.heldout, evidence.ranks)
+        section["tree"] = {"paths": shape.paths, "shares": shape.shares}
+    update_report(run_dir, "evaluate", section)
+    print(f"\nwrote {write_page(run_dir)}")
+
+
+def broken_down(predictor: Predictor, replayed: Replayed, num_nodes: int) -> dict[str, Any]:
+    passes = replayed.passes(predictor, num_nodes)
+    return break_down(replayed.heldout, passes, replayed.resampling, num_nodes).as_json()
+
+
+def speeds(rows: Sequence[Any], evidence: Evidence, place: tuple[int, int, float]) -> dict[str, Any]:
+    """predictor -> [[nodes, tokens/s, low, high, what the cycle is based on], ..]"""
+    found: dict[str, Any] = {}
+    for row in rows:
+        drafting = evidence.draft_ms.get(row.predictor, 0.0)
+        speed = evidence.passes.speed(row.num_nodes, length_of(row), *place, drafting)
+        point = [row.num_nodes, speed.tok_s, speed.low_tok_s, speed.high_tok_s, speed.cycle.basis]
+        found.setdefault(row.predictor, []).append(point)
+    return found
+
+
+def reads_conversations(cfg: DictConfig) -> bool:
+    """A file that the user names, or the run's own while it has no cache."""
+    run_dir, cache = Path(cfg.run_dir), Path(cfg.cache)
+    if cfg.conversations is None:
+        return False
+    if Path(cfg.conversations) != run_dir / "conversations.jsonl":
+        if cache != run_dir / "cache":
+            raise ConfigError(f"conversations={cfg.conversations} and cache={cfg.cache}: evaluate reads one; name one")
+        return True
+    return not (cache / "manifest.json").exists() and Path(cfg.conversations).exists()
+
+
+def of_conversations(cfg: DictConfig, hardware: Hardware) -> Evidence:
+    """Opens the target only where nothing else knows what is needed of it."""
+    file, made_from = Path(cfg.conversations), {"conversations": str(cfg.conversations)}
+    renders = holds_messages(file)
+    if cfg.tokenizer is None and not renders and hardware.is_of(KIMI_K25_NAME):
+        texts = texts_of_conversations(file, None, (KIMI_THINK_ID, KIMI_THINK_END_ID))
+        return Evidence(texts, None, hardware.target, CycleModel.on(hardware, file.parent), {}, made_from)
+    if cfg.tokenizer is not None:
+        name, folder = hardware.target, Path(cfg.tokenizer)
+        tokenizer = load_tokenizer(folder, cfg.target.get("trust_remote_code", False))
+        end_ids = end_ids_of(folder, tokenizer)
+    else:
+        target = instantiate(cfg.target)
+        name, folder, tokenizer, end_ids = target.name, target.path, target.load_tokenizer(), target.end_ids
+    marks = ChatMarks.read(tokenizer, end_ids, folder) if renders else None
+    texts = texts_of_conversations(file, marks, think_ids_of(tokenizer))
+    return Evidence(texts, None, name, CycleModel.on(hardware, folder), {}, made_from)
+
+
+def of_cache(cfg: DictConfig, hardware: Hardware) -> Evidence:
     target = instantiate(cfg.target)
     cache = Cache.open(Path(cfg.cache), target)
-    run_dir = Path(cfg.run_dir)
-    checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
+    think_ids = think_ids_of(target.load_tokenizer())
+    texts = {split: texts_of_cache(cache, split, think_ids) for split in SPLITS}
+    passes = CycleModel.on(hardware, target.path)
+    made_from = {"cache_fingerprint": cache.fingerprint}
+    checkpoints = Path(cfg.run_dir) / "checkpoints"
+    if cfg.checkpoint is None or (cfg.checkpoint == "best" and not complete_checkpoints(checkpoints)):
+        if cfg.checkpoint is not None:
+            print(f"no checkpoint in {checkpoints}: for the predictors alone that need no training")
+        return Evidence(texts, None, target.name, passes, {}, made_from)
+    checkpoint = load_heads(find_checkpoint(checkpoints, cfg.checkpoint))
     checkpoint.refuse_other_target(target)
     if not cfg.allow_other_cache:
         cache.refuse_other(checkpoint.record["cache_fingerprint"], str(checkpoint.path))
     device = default_device()
-    lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
-    heads = checkpoint.heads.to(device)
-    evaluation = instantiate(cfg.evaluate).of_cache(cache, heads, checkpoint.vocabulary, lm_head_MD)
-    print(acceptance_table(evaluation))
-    made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": cache.fingerprint}
-    update_report(run_dir, "evaluate", made_from | evaluation.as_json())
-    print(f"wrote {write_page(run_dir)}")
+    heads, vocabulary = checkpoint.heads.to(device), checkpoint.vocabulary
+    lm_head_MD = vocabulary.rows(target.lm_head).to(device, torch.float32)
+    reported: dict[Split, list[Text]] = {split: texts[split] for split in ("calibration", "heldout")}
+    ranks = ranks_of(heads, lm_head_MD, vocabulary, cache, reported)
+    blocks = checkpoint.record["heads"]["num_blocks"]
+    draft_ms = heads_draft_ms(hardware, passes.served, heads.num_heads, blocks, len(vocabulary))
+    return Evidence(
+        texts,
+        ranks,
+        target.name,
+        passes,
+        dict.fromkeys((CHAIN, TREE, BOTH), draft_ms),
+        made_from | {"checkpoint": str(checkpoint.path)},
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ A server looks the last tokens up in two places and drafts a tree from each; a p
 In both, every suffix of the context that is found is an anchor, the longest first. From each the tree grows breadth
 first along what followed there, what followed most lately first, until its budget of nodes is used up; a long match
 grows narrow, a short one wide. This is `--speculative-ngram-match-type BFS`, the default, with the default breadths and
-depth (0.5.23). The trie's capacity (10 M nodes, about 550K tokens) is never reached here: nothing is forgotten.
+depth (0.5.23). Two things are left out: the trie forgets nothing (SGLang's takes 10 M nodes, some 550K tokens), and
+nodes that are unused only because corpus and own text draft the same do not count as drafts of the padding token.
 
 Letters: T tokens, N tokens of the corpus with their separators, S states of one answer.
 """

@@ -30,7 +30,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "chat_
 FINGERPRINT_ROWS = 1024
 
 KIMI_VOCAB_SIZE = 163840
-KIMI_THINK_ID = 163606
+KIMI_THINK_ID, KIMI_THINK_END_ID = 163606, 163607
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Does it pay? Acceptance lengths and what a pass costs, made into tokens a second, and one sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from medusa_k25.acceptance import Row
 from medusa_k25.cycle import (
     DEFAULT_CONTEXT,
     EXTRAPOLATED,
@@ -113,6 +114,37 @@ class Verdict:
             lines += [f"    {candidate.launch}"]
         lines += ["", "assumptions", *(f"  - {assumption}" for assumption in self.assumptions)]
         return "\n".join(lines)
+
+
+def fastest_candidates(
+    rows: Sequence[Row],
+    model: CycleModel,
+    draft_ms: Mapping[str, float],
+    batch: int = 1,
+    context: int = DEFAULT_CONTEXT,
+    temperature: float = 0.0,
+) -> list[Candidate]:
+    """Each predictor with as many nodes as are fastest on calibration text, and what it accepts on held-out text.
+
+    draft_ms: by predictor; 0 where it has none.
+    """
+    candidates = []
+    for predictor in dict.fromkeys(row.predictor for row in rows):
+        drafting = draft_ms.get(predictor, 0.0)
+        best = max(
+            (row for row in rows if row.predictor == predictor),
+            key=lambda row: (
+                row.calibration.length / model.cycle(row.num_nodes, batch, context, temperature, drafting).ms
+            ),
+        )
+        candidates.append(Candidate(predictor, best.num_nodes, length_of(best), drafting))
+    return candidates
+
+
+def length_of(row: Row) -> Length:
+    """With its interval, which of few documents may lie beside it."""
+    low, high = row.interval
+    return Length(row.every.length, max(1.0, min(low, row.every.length)), max(high, row.every.length))
 
 
 def published_candidates(model: CycleModel) -> list[Candidate]:

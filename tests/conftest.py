@@ -18,6 +18,13 @@ from medusa_k25 import target_builders
 from medusa_k25.target import Target
 from medusa_k25.target_builders import TINY_VOCAB_SIZE, tiny_tokenizer
 
+LONGEST = ("test_ranks", "test_training", "test_launch", "test_tracking", "test_wheel")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: of two workers none is left with one of them while the other has nothing to do."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left_of_a_run() -> Iterator[None]:

@@ -105,7 +105,7 @@ def test_no_step_sends_lm_head_around(whole, tiny_k25):
     lm_head = 4 * 300 * tiny_k25.hidden_size
     for name, times in (("ddp", 2), ("zero1", 3), ("zero2", 5), ("zero3", 5)):
         facts = json.loads((whole / name / "facts.json").read_text())
-        assert facts["bytes_a_step"] < times * gradient + 0.7 * lm_head, name
+        assert times * gradient < facts["bytes_a_step"] < times * gradient + 0.7 * lm_head, name
 
 
 def test_the_heads_beside_a_checkpoint_are_whole_under_any_strategy(whole):
@@ -260,7 +260,7 @@ def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tm
     """As a user types it: two ranks under ZeRO-2, started by the first one, which is killed between checkpoints."""
     shared = ["+exp=k25_4heads", "target=tiny_k25", f"target.home={tiny_k25.path.parent}", f"cache={cache.path}"]
     shared += [f"run_dir={tmp_path / 'run'}", "logger=csv", "num_nodes=5"]
-    few = ["trainer.devices=2", "trainer.max_steps=120", "trainer.val_check_interval=10", "data.window=16"]
+    few = ["trainer.devices=2", "trainer.max_steps=60", "trainer.val_check_interval=10", "data.window=16"]
     few += ["data.num_workers=1"]  # not eight new processes at every validation
 
     def train() -> subprocess.Popen[str]:
@@ -287,10 +287,10 @@ def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tm
     second.kill()
     out = ended(second)
     assert second.returncode == -signal.SIGKILL, out
-    assert last() < "step-000120"
+    assert last() < "step-000060"
     out = ended(train())
     assert "going on from" in out and "acceptance length on held-out text" in out, out
-    assert max(step for step, _ in metrics(tmp_path / "run")) == 120
+    assert max(step for step, _ in metrics(tmp_path / "run")) == 60
     for name in (evaluate, export):
         inspect.unwrap(name.main)(compose(shared))
     assert "heads, tree" in capsys.readouterr().out

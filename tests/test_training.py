@@ -1,6 +1,7 @@
 """Training on a miniature of Kimi-K2.5, in this process: what it prints is what replay and decoding give."""
 
 import csv
+import functools
 import json
 import shutil
 import signal
@@ -38,17 +39,17 @@ def cache(tiny_k25, tmp_path_factory):
     return cache_of(tiny_k25, tmp_path_factory.mktemp("training") / "cache", num_documents=60)
 
 
-@pytest.fixture
-def config(cache, tiny_k25, tmp_path):
-    """(overrides...) -> config of a short run in tmp_path/run"""
+@pytest.fixture(scope="module")
+def config_of(cache, tiny_k25):
+    """(run folder, overrides...) -> config of a short run"""
 
-    def make(*overrides):
+    def make(run, *overrides):
         return compose(
             [
                 "target=tiny_k25",
                 f"target.home={tiny_k25.path.parent}",
                 f"cache={cache.path}",
-                f"run_dir={tmp_path / 'run'}",
+                f"run_dir={run}",
                 "draft_vocab_size=300",
                 "trainer.max_steps=12",
                 "trainer.val_check_interval=5",
@@ -61,6 +62,25 @@ def config(cache, tiny_k25, tmp_path):
         )
 
     return make
+
+
+@pytest.fixture
+def config(config_of, tmp_path):
+    """(overrides...) -> config of a short run in tmp_path/run"""
+    return functools.partial(config_of, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(config_of, tmp_path_factory):
+    """(overrides...) -> the folder of a run that nothing interrupted, trained once for all who read it."""
+
+    @functools.cache
+    def folder(*overrides):
+        run = tmp_path_factory.mktemp("whole") / "run"
+        training.train(config_of(run, *overrides))
+        return run
+
+    return folder
 
 
 OF_THE_MACHINE = {f"train/{name}" for name in ("positions_per_s", "data_wait", "mfu", "memory_GB")}
@@ -77,6 +97,14 @@ def metrics(run: Path) -> dict[tuple[int, str], float]:
     table = {(int(row["step"]), row["metric"]): float(row["value"]) for row in rows}
     assert len(table) == len(rows), "a metric of a step is there twice"
     return table
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights bit for bit, and the same table of metrics."""
+    expected, found = weights(one), weights(other)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert metrics(one) == metrics(other)
 
 
 def test_training_learns_and_prints_the_acceptance_that_replay_gives(config, cache, tiny_k25, tmp_path, capsys):
@@ -155,26 +183,22 @@ def with_callback(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(config, tmp_path, monkeypatch, workers):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(config, whole, tmp_path, monkeypatch, workers):
     """12 steps at once equal 5, a kill in step 8, and 7 more: weights bit for bit, and the same table of metrics."""
     options = (f"data.num_workers={workers}", "data.window=8")
-    training.train(config(*options, f"run_dir={tmp_path / 'whole'}"))
     with monkeypatch.context() as patch:
         with_callback(patch, StopAt(8, kill))
         with pytest.raises(Killed):
             training.train(config(*options))
     assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000005"
     training.train(config(*options))
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
+    assert_same_run(whole("data.window=8"), tmp_path / "run")  # which needed no worker
 
 
 @pytest.mark.parametrize(("how", "status"), [(press_ctrl_c, KeyboardInterrupt), (terminate, SystemExit)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_signal_saves_and_the_same_command_goes_on(config, tmp_path, monkeypatch, capsys, how, status, accumulate):
+def test_a_signal_saves_and_the_same_command_goes_on(config, whole, tmp_path, monkeypatch, how, status, accumulate):
     options = (f"trainer.accumulate_grad_batches={accumulate}", "data.batch_size=2")
-    training.train(config(*options, f"run_dir={tmp_path / 'whole'}"))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with monkeypatch.context() as patch:
         with_callback(patch, StopAt(7, how))
@@ -186,9 +210,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(config, tmp_path, monkeypat
     assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000008"
     assert find_checkpoint(tmp_path / "run/checkpoints", "best").name == "step-000005"  # the other was not validated
     training.train(config(*options))
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
+    assert_same_run(whole(*options), tmp_path / "run")
 
 
 def test_a_signal_at_a_validation_waits_for_it(config, tmp_path, monkeypatch):
@@ -202,13 +224,12 @@ def test_a_signal_at_a_validation_waits_for_it(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [(), ("loss=distillation",), ("loss=mix", "heads.own_lm_head=true")], ids=str)
-def test_micro_batches_and_windows_of_other_sizes_train_the_same(config, tmp_path, options):
+def test_micro_batches_and_windows_of_other_sizes_train_the_same(config, whole, tmp_path, options):
     """One division by the labels of the step: 2 micro-batches of 2 windows are 1 of 4, to 1e-4 in every figure."""
-    training.train(config(*options, f"run_dir={tmp_path / 'whole'}"))
     training.train(config(*options, "data.batch_size=2", "trainer.accumulate_grad_batches=2"))
-    whole, run = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
-    assert run.keys() == whole.keys()
-    for key, value in whole.items():
+    one, run = metrics(whole(*options)), metrics(tmp_path / "run")
+    assert run.keys() == one.keys()
+    for key, value in one.items():
         assert run[key] == pytest.approx(value, rel=1e-4), key
 
 
@@ -226,13 +247,12 @@ def test_the_first_distillation_loss_is_the_distance_to_the_teacher(config, cach
         torch.testing.assert_close(sum_K[k], kl, rtol=1e-3, atol=1e-3)
 
 
-def test_a_warm_start_begins_where_the_other_run_ended(config, tmp_path, capsys):
-    training.train(config(f"run_dir={tmp_path / 'first'}"))
-    first = find_checkpoint(tmp_path / "first/checkpoints", "last")
+def test_a_warm_start_begins_where_the_other_run_ended(config, whole, tmp_path, capsys):
+    first = find_checkpoint(whole() / "checkpoints", "last")
     training.train(config(f"warm_start={first}", "trainer.max_steps=1", "optimizer.lr=0.0", "optimizer.weight_decay=0"))
     assert "300 of 300" in capsys.readouterr().out
-    whole, warm = weights(tmp_path / "first"), weights(tmp_path / "run")
-    assert all(torch.equal(whole[name], warm[name]) for name in whole)
+    before, warm = weights(whole()), weights(tmp_path / "run")
+    assert all(torch.equal(before[name], warm[name]) for name in before)
 
 
 def test_a_rank_without_a_window_is_refused_before_the_start(config, tmp_path):
@@ -278,16 +298,15 @@ def test_a_prompt_that_another_split_reports_on_is_left_out_and_counted(config, 
     assert {run.document.id for run in built.data.windows.runs} == {document.id for document in train[2:]}
 
 
-def test_a_staged_run_is_the_same_run_and_says_what_is_staged(config, cache, tmp_path, capsys):
-    training.train(config(f"run_dir={tmp_path / 'plain'}"))
-    assert "stage  " not in capsys.readouterr().out
+def test_a_staged_run_is_the_same_run_and_says_what_is_staged(config, whole, cache, tiny_k25, tmp_path, capsys):
+    assert "stage  " not in training.build(config(), tiny_k25, cache).summary
     stage = f"data.stage_dir={tmp_path / 'stage'}"
     training.train(config(stage, "data.stage_gb=0.5"))
     out = capsys.readouterr().out
     folder = f"{tmp_path / 'stage' / cache.fingerprint[:16]}: "
     assert f"stage       {folder}0 of {cache.num_shards} shards, 0.00 GB of" in out
     assert f"staged in {folder}{cache.num_shards} of {cache.num_shards} shards" in out
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
+    assert metrics(tmp_path / "run") == metrics(whole())
     training.train(config(stage))  # where shards are copied to is not what makes a run
     out = capsys.readouterr().out
     assert f"stage       {folder}{cache.num_shards} of {cache.num_shards} shards" in out
@@ -319,11 +338,11 @@ def test_staging_ends_with_the_run(config, tmp_path, monkeypatch, how):
     assert [path for path in (tmp_path / "stage").rglob("*") if path.is_file() and path.suffix != ".lock"] == []
 
 
-def test_folders_of_the_user_are_neither_read_nor_dropped(config, tmp_path, monkeypatch):
+def test_folders_of_the_user_are_neither_read_nor_dropped(config, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("best", "last"):
         (tmp_path / name).mkdir()
-    training.train(config())
+    shutil.copytree(whole(), tmp_path / "run")
     checkpoints = tmp_path / "run/checkpoints"
     shutil.copytree(find_checkpoint(checkpoints, "last"), checkpoints / "step-000012-mine")
     training.train(config("trainer.max_steps=13"))
@@ -365,8 +384,8 @@ def test_resuming_can_be_forbidden(config):
         training.train(config("resume=yes"))
 
 
-def test_a_damaged_checkpoint_is_named(config, tmp_path):
-    training.train(config())
+def test_a_damaged_checkpoint_is_named(config, whole, tmp_path):
+    shutil.copytree(whole(), tmp_path / "run")
     last = find_checkpoint(tmp_path / "run/checkpoints", "last")
     shutil.rmtree(last / "trainer.ckpt", ignore_errors=True)
     (last / "trainer.ckpt").unlink(missing_ok=True)
@@ -388,11 +407,10 @@ def test_other_steps_are_said(config, capsys):
     assert "a step takes 2 windows from here on, not 4; to keep it, choose" in capsys.readouterr().out
 
 
-def test_a_run_that_was_moved_goes_on(config, tmp_path):
-    training.train(config("trainer.max_steps=12", f"run_dir={tmp_path / 'here'}"))
-    (tmp_path / "here").rename(tmp_path / "there")
-    training.train(config("trainer.max_steps=13", f"run_dir={tmp_path / 'there'}", "data.num_workers=1"))
-    assert find_checkpoint(tmp_path / "there/checkpoints", "last").name == "step-000013"
+def test_a_run_that_was_moved_goes_on(config, whole, tmp_path):
+    shutil.copytree(whole(), tmp_path / "run")
+    training.train(config("trainer.max_steps=13", "data.num_workers=1"))
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000013"
 
 
 def test_a_sweep_over_several_devices_is_refused_with_the_way_to_do_it(monkeypatch, tmp_path, capsys):
@@ -406,8 +424,8 @@ def test_a_sweep_over_several_devices_is_refused_with_the_way_to_do_it(monkeypat
     assert "Traceback" not in said
 
 
-def test_a_finished_run_is_left_alone_and_can_be_prolonged(config, tmp_path):
-    training.train(config())
+def test_a_finished_run_is_left_alone_and_can_be_prolonged(config, whole, tmp_path):
+    shutil.copytree(whole(), tmp_path / "run")
     before = weights(tmp_path / "run")
     training.train(config())
     assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(tmp_path / "run").values(), strict=True))

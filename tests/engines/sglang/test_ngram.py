@@ -1,6 +1,7 @@
 """What NGRAM drafts and accepts, with an external corpus and without: replay against SGLang's own code and server."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,11 +109,19 @@ def served(
     with engine(target, **arguments, **more) as running:
         for text in asked:
             if fresh:
-                assert running.flush_cache().success
+                forget(running)
             parameters = {"temperature": 0, "max_new_tokens": len(text.answer_T)}
             row = running.generate(input_ids=text.ids_T[: text.start].tolist(), sampling_params=parameters)
             found.append((row["output_ids"], row["meta_info"]["spec_verify_ct"]))
     return found
+
+
+def forget(running: Any) -> None:
+    """Empty the trie. A server refuses while it is still tidying up after the last request."""
+    deadline = time.monotonic() + 30
+    while not running.flush_cache().success:
+        assert time.monotonic() < deadline, "the server refuses to flush its cache"
+        time.sleep(0.05)
 
 
 def compare(name: str, answers: list[tuple[list[int], int]], asked: Sequence[Text], predictor: EngineNgram) -> None:
@@ -124,7 +133,6 @@ def compare(name: str, answers: list[tuple[list[int], int]], asked: Sequence[Tex
     low, high = Resampling([text.document for text in asked]).interval(passes, NODES)
     print(f"{name}: {measured:.4f} in SGLang, {passes.acceptance.length:.4f} replayed ({low:.3f} to {high:.3f})")
     assert low < measured < high
-    print(counts, passes.by_text()[1].tolist())
     assert counts == passes.by_text()[1].tolist()
 
 
@@ -161,5 +169,6 @@ def test_a_server_with_the_exported_corpus_counts_what_was_replayed(
 def test_a_server_without_a_corpus_counts_what_was_replayed(
     smollm2: Target, asked: list[Text], engine: Callable[..., Any]
 ) -> None:
+    asked = asked[:10]
     answers = served(smollm2, asked, engine, fresh=False)
     compare("all answers so far", answers, asked, EngineNgram("", None, 0, shared=True))
