@@ -285,7 +285,7 @@ def notes(plan: Plan) -> Iterator[str]:
     for estimated in plan.estimates:
         yield from _assumed(estimated.hardware)
     for name, assumed in plan.cycle_assumptions.items():
-        yield from (f"{name}: {what}" if not what.startswith(name) else what for what in assumed)
+        yield from (f"{name}: {what}" for what in assumed)
     if plan.ways:
         yield f"setting a rented machine up takes {plan.assumptions.setup_hours:g} h (assumed: plan.setup_hours)"
         if plan.own.price_per_hour is None:

@@ -80,7 +80,7 @@ def test_kimi_k25_is_what_its_sizes_say(planned):
         "generate_tok_s 2000 (assumed",
         "own machine is worth $15 (assumed",
         "extrapolated",
-        "number of tokens assumed",
+        "that it verified 4 tokens is assumed",
     ):
         assert said in out and said in markdown
 
