@@ -1,6 +1,8 @@
-"""Acceptance length against training positions: a curve through runs on shares of the data, and what more would give.
+"""What heads reach against training positions: a curve through runs on shares of the data, and what more would give.
 
-length(x) = a - b x^-c, with b >= 0 (more data never hurts) and a at most what a pass can emit.
+The value is an acceptance length, or a speed against no speculation.
+
+value(x) = a - b x^-c, with b >= 0 (more data never hurts) and a at most what a pass can give.
 """
 
 from collections.abc import Sequence
@@ -13,15 +15,15 @@ EXPONENTS = np.linspace(0.05, 1.0, 39)
 # What an exponent is taken to be before any point is seen: published data curves of language models have 0.1 to 0.5.
 # A few points, noisy as they are, say less about it than this.
 TYPICAL, SPREAD = 0.3, 0.2
-NOISE = 0.01  # of a run's acceptance length, between seeds
+NOISE = 0.01  # of a run's value, between seeds and schedules
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: the distinct positions that it learnt from, and its acceptance length on held-out text."""
+    """One run: the distinct positions that it learnt from, and its value on held-out text."""
 
     positions: int
-    length: float
+    value: float
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,19 @@ class Curve:
         return self.best.at(positions)
 
     def interval(self, positions: float) -> tuple[float, float]:
-        lengths = [fit.at(positions) for fit in self.possible]
-        return min(lengths), max(lengths)
+        values = [fit.at(positions) for fit in self.possible]
+        return min(values), max(values)
 
-    def needed(self, length: float) -> float | None:
-        """Positions at which the best fit reaches `length`; None: never."""
+    def needed(self, value: float) -> float | None:
+        """Positions at which the best fit reaches `value`; None: never."""
         a, b, c = self.best.a, self.best.b, self.best.c
-        if length >= a:
+        if value >= a:
             return None
-        return float((b / (a - length)) ** (1 / c)) if b else 0.0
+        return float((b / (a - value)) ** (1 / c)) if b else 0.0
 
 
 def fit_curve(points: Sequence[Measured], most: float) -> Curve:
-    """Through runs on at least two amounts of data. most: tokens that a pass emits at most.
+    """Through runs on at least two amounts of data. most: what no heads can exceed.
 
     A fit is possible whose residuals are within NOISE or twice the best fit's, also with one point left out: seen from
     two or three points the exponent hardly shows, and the interval says so.
@@ -70,8 +72,8 @@ def fit_curve(points: Sequence[Measured], most: float) -> Curve:
             f"a learning curve needs runs on at least two amounts of data, got {[point.positions for point in points]} "
             "positions; train with data.share=0.25, 0.5 and 1"
         )
-    if wrong := [point for point in points if not 1 <= point.length <= most or point.positions < 1]:
-        raise ValueError(f"expected acceptance lengths from 1 to {most:g} of at least one position, got {wrong}")
+    if wrong := [point for point in points if not 0 < point.value <= most or point.positions < 1]:
+        raise ValueError(f"expected values above 0 and up to {most:g}, of at least one position, got {wrong}")
     fits = _fits(points, most)
     best = min(fits, key=lambda fit: len(points) * (fit.rms / NOISE) ** 2 + ((fit.c - TYPICAL) / SPREAD) ** 2)
     possible = []
@@ -85,7 +87,7 @@ def fit_curve(points: Sequence[Measured], most: float) -> Curve:
 
 def _fits(points: Sequence[Measured], most: float) -> list[Fit]:
     """The least squares for every exponent."""
-    x, y = np.array([p.positions for p in points], dtype=float), np.array([p.length for p in points])
+    x, y = np.array([p.positions for p in points], dtype=float), np.array([p.value for p in points])
     found = []
     for c in EXPONENTS.tolist():
         z = x**-c

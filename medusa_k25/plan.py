@@ -23,15 +23,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25.calibration import timed_positions_per_s
+from medusa_k25.chat import ChatMarks
 from medusa_k25.config import ConfigError, conf_dir, verb
 from medusa_k25.costs import TrainingCost, peak_flops
-from medusa_k25.data.texts import Text, texts_of_conversations
+from medusa_k25.data.texts import Text, holds_messages, texts_of_conversations
 from medusa_k25.hardware import Hardware
 from medusa_k25.learning_curve import Measured, fit_curve
 from medusa_k25.plan_report import Pilot, Plan, markdown, text
 from medusa_k25.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
 from medusa_k25.report import read_report, update_report
 from medusa_k25.served import KIMI_K25, Served
+from medusa_k25.target import end_ids_of, load_tokenizer
 from medusa_k25.target_builders import find_checkpoint
 
 CALIBRATION_S = 5.0
@@ -62,11 +64,17 @@ def main(cfg: DictConfig) -> None:
     )
     storage, dtype = cfg.capture.storage, cfg.capture.storage_dtype
     own = estimate(hardware, own_cost, data, run, dtype, measured, cfg.trainer.num_nodes)
-    rented, found, advice = None, tuple[Way, ...](), None
+    rented, shared, advice = None, tuple[Way, ...](), None
     if alternative is not None:
         rented = estimate(alternative, costs[alternative.name], data, run, dtype, machines=cfg.trainer.num_nodes)
-        found = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
-        advice = recommendation(found, own, rented, assumptions)
+        shared = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
+        advice = recommendation(shared, own, rented, assumptions)
+    sizes = sorted({*NODES} | ({cfg.num_nodes} - {None}))
+    serving = {
+        machine.name: [heads_break_even(machine, served, costs[machine.name], nodes) for nodes in sizes]
+        for machine in machines
+        if machine.is_of(target)
+    }
     plan = Plan(
         name=cfg.name,
         experiment=experiment(),
@@ -81,17 +89,14 @@ def main(cfg: DictConfig) -> None:
         num_nodes=cfg.num_nodes,
         own=own,
         rented=rented,
-        ways=found,
+        ways=shared,
         advice=advice,
-        serving={
-            machine.name: {
-                nodes: heads_break_even(machine, served, costs[machine.name], nodes)
-                for nodes in sorted({*NODES, cfg.num_nodes})
-            }
-            for machine in machines
-            if machine.is_of(target)
+        serving={name: {one.nodes: one for one, _ in found} for name, found in serving.items()},
+        cycle_assumptions={
+            name: tuple(dict.fromkeys(what for _, assumed in found for what in assumed))
+            for name, found in serving.items()
         },
-        pilot=pilot_of([Path(folder) for folder in cfg.pilot], cfg.num_nodes, own_cost.K) if cfg.pilot else None,
+        pilot=pilot_of([Path(folder) for folder in cfg.pilot], hardware, served, own_cost) if cfg.pilot else None,
         settings=settings(cfg),
     )
     print(text(plan))
@@ -138,7 +143,12 @@ def counted(cfg: DictConfig) -> Dataset | None:
     file = Path(cfg.conversations)
     if not file.exists() and file == Path(cfg.run_dir) / "conversations.jsonl":
         return None
-    texts = texts_of_conversations(file, None)
+    marks = None
+    if cfg.tokenizer is not None and holds_messages(file):
+        folder = Path(cfg.tokenizer)
+        tokenizer = load_tokenizer(folder, cfg.target.get("trust_remote_code", False))
+        marks = ChatMarks.read(tokenizer, end_ids_of(folder, tokenizer), folder)
+    texts = texts_of_conversations(file, marks)
 
     def split(found: list[Text]) -> Split:
         return Split(len(found), sum(one.num_states for one in found))
@@ -210,18 +220,30 @@ def calibrated(
     return one * cost.world_size
 
 
-def pilot_of(runs: list[Path], num_nodes: int, num_heads: int) -> Pilot:
-    """The learning curve through the best checkpoints of `runs`."""
-    points = []
+def pilot_of(runs: list[Path], hardware: Hardware, served: Served, cost: TrainingCost) -> Pilot:
+    """The learning curve through the best checkpoints of `runs`, whose trees were chosen for `hardware`."""
+    found, caches = [], set()
     for run in runs:
         trained = read_report(run).get("train")
         if trained is None or "positions" not in trained:
             raise ValueError(f"pilot: {run} is no trained run; expected its report.json, as `train` leaves it")
-        nodes = OmegaConf.load(run / "config.yaml").num_nodes
-        if nodes != num_nodes:
-            raise ValueError(f"pilot: {run} was judged with num_nodes={nodes}, this plan is for {num_nodes}")
-        points.append(Measured(trained["positions"], trained["metrics"]["heldout/acceptance_tree"]))
-    return Pilot(tuple(str(run) for run in runs), fit_curve(points, most=num_heads + 1))
+        config = OmegaConf.load(run / "config.yaml")
+        chosen_for = config.hardware.name
+        if chosen_for != hardware.name:
+            raise ValueError(f"pilot: {run} chose its tree for hardware={chosen_for}, this plan is for {hardware.name}")
+        caches.add(config.cache)
+        found.append((trained["positions"], trained["metrics"]))
+    if len(caches) > 1:
+        raise ValueError(
+            f"pilot: runs on {', '.join(sorted(caches))} are judged on different text; train all of them on one cache, "
+            "with another data.share= each"
+        )
+    found.sort(key=lambda one: one[0])
+    lengths = tuple(metrics["heldout/acceptance_tree"] for _, metrics in found)
+    points = [Measured(positions, metrics["heldout/speedup"]) for positions, metrics in found]
+    most = max((cost.K + 1) * point.value / length for point, length in zip(points, lengths, strict=True))
+    pays, _ = heads_break_even(hardware, served, cost, int(found[-1][1]["num_nodes"]))
+    return Pilot(tuple(str(run) for run in runs), lengths, fit_curve(points, most), pays)
 
 
 def experiment() -> str | None:

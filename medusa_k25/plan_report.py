@@ -26,12 +26,23 @@ from medusa_k25.served import Served
 STORED = (("all", "bfloat16"), ("answers", "bfloat16"), ("all", "float8_e4m3fn"), ("answers", "float8_e4m3fn"))
 SMALLER_VOCABULARY = 32_768
 MANY_EPOCHS = 10
+COMPARED_NODES = 4  # what a machine is judged by where the plan names no size
 
 
 @dataclass(frozen=True)
 class Pilot:
+    """Runs on shares of the data, with the tree that is fastest on the own machine. curve: of their speed against no
+    speculation there. break_even: of a pass as large as that of the run with the most data."""
+
     runs: tuple[str, ...]
+    lengths: tuple[float, ...]
     curve: Curve
+    break_even: BreakEven
+
+    @property
+    def pays(self) -> tuple[float, float]:
+        """The speed from which on the heads pay: 1, as well as the cycle is known."""
+        return self.break_even.low / self.break_even.length, self.break_even.high / self.break_even.length
 
 
 @dataclass(frozen=True)
@@ -46,12 +57,13 @@ class Plan:
     dtype: str
     run: Run
     positions_a_step: int
-    num_nodes: int
+    num_nodes: int | None  # None: as many as are fastest
     own: Estimate
     rented: Estimate | None
     ways: tuple[Way, ...]
     advice: str | None
     serving: Mapping[str, Mapping[int, BreakEven]]  # by machine and nodes; none where its figures are another target's
+    cycle_assumptions: Mapping[str, tuple[str, ...]]
     pilot: Pilot | None
     settings: dict[str, Any]
 
@@ -64,11 +76,12 @@ class Plan:
         """What to rent, and where to serve."""
         if self.advice is None:
             return None
-        served = [f"on {name} from {found[self.num_nodes].length:.2f} on" for name, found in self.serving.items()]
+        nodes = self.num_nodes or COMPARED_NODES
+        served = [f"on {name} from {found[nodes].length:.2f} on" for name, found in self.serving.items()]
         if len(served) < 2:
             return self.advice
         return (
-            f"{self.advice} Heads from either machine are the same, but where they serve is not: with {self.num_nodes} "
+            f"{self.advice} Heads from either machine are the same, but where they serve is not: with {nodes} "
             f"nodes they pay {' and '.join(served)} (acceptance length, one request)."
         )
 
@@ -95,11 +108,12 @@ class Plan:
             found["pilot"] = {
                 "runs": self.pilot.runs,
                 "points": [asdict(point) for point in self.pilot.curve.points],
+                "lengths": self.pilot.lengths,
                 "fit": asdict(self.pilot.curve.best),
                 "planned_positions": positions,
-                "expected_length": self.pilot.curve.at(positions),
+                "expected_speed": self.pilot.curve.at(positions),
                 "interval": self.pilot.curve.interval(positions),
-                "verdict": list(verdicts(self)),
+                "verdict": verdict(self),
             }
         return found
 
@@ -232,35 +246,37 @@ def sections(plan: Plan) -> Iterator[Section]:
         curve, positions = plan.pilot.curve, plan.data.train.states
         low, high = curve.interval(positions)
         yield Section(
-            "Learning curve",
-            ("positions", "acceptance length", ""),
+            f"Learning curve: speed against no speculation on {own.hardware.name}",
+            ("positions", "acceptance length", "speed", ""),
             [
                 *(
-                    (f"{point.positions:,}", f"{point.length:.3f}", f"fit {curve.at(point.positions):.3f}")
-                    for point in curve.points
+                    (
+                        f"{point.positions:,}",
+                        f"{length:.3f}",
+                        f"{point.value:.3f}",
+                        f"fit {curve.at(point.positions):.3f}",
+                    )
+                    for point, length in zip(curve.points, plan.pilot.lengths, strict=True)
                 ),
-                (f"{positions:,}", f"{curve.at(positions):.3f}", f"extrapolated, {low:.3f} to {high:.3f}"),
+                (f"{positions:,}", "", f"{curve.at(positions):.3f}", f"extrapolated, {low:.3f} to {high:.3f}"),
             ],
-            " ".join(verdicts(plan)),
+            verdict(plan),
         )
 
 
-def verdicts(plan: Plan) -> Iterator[str]:
-    """What the pilot's curve says about break-even, machine by machine."""
+def verdict(plan: Plan) -> str:
+    """What the pilot's curve says about break-even on the own machine."""
     assert plan.pilot is not None
-    curve, positions = plan.pilot.curve, plan.data.train.states
-    low, high = curve.interval(positions)
-    for name, found in plan.serving.items():
-        serving = found[plan.num_nodes]
-        where = f"break-even on {name} ({serving.length:.2f}, {plan.num_nodes} nodes)"
-        if high < serving.low:
-            needed = curve.needed(serving.length)
-            more = "no amount of this data would" if needed is None else f"{needed:,.0f} positions would"
-            yield f"WARNING: these heads will not reach {where}; by the best fit {more}."
-        elif low > serving.high:
-            yield f"These heads are expected to reach {where}."
-        else:
-            yield f"Whether they reach {where} is too close to call."
+    curve, (least, most) = plan.pilot.curve, plan.pilot.pays
+    low, high = curve.interval(plan.data.train.states)
+    where = f"break-even on {plan.own.hardware.name} ({plan.pilot.break_even.nodes} nodes)"
+    if high < least:
+        needed = curve.needed(1.0)
+        more = "no amount of this data would" if needed is None else f"{needed:,.0f} positions would"
+        return f"WARNING: these heads will not reach {where}; by the best fit {more}."
+    if low > most:
+        return f"These heads are expected to reach {where}."
+    return f"Whether they reach {where} is too close to call."
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -268,6 +284,8 @@ def notes(plan: Plan) -> Iterator[str]:
     yield f"{plan.data.samples:,} samples, {plan.data.tokens:,} tokens: {plan.data.source}"
     for estimated in plan.estimates:
         yield from _assumed(estimated.hardware)
+    for name, assumed in plan.cycle_assumptions.items():
+        yield from (f"{name}: {what}" for what in assumed)
     if plan.ways:
         yield f"setting a rented machine up takes {plan.assumptions.setup_hours:g} h (assumed: plan.setup_hours)"
         if plan.own.price_per_hour is None:
@@ -296,10 +314,11 @@ def notes(plan: Plan) -> Iterator[str]:
         if weights > held:
             yield f"the target's weights take {weights:,.0f} GB, {name} has {held:,.0f} GB: it cannot serve it"
     for name, found in plan.serving.items():
-        wanted, easiest = found[plan.num_nodes], min(found.values(), key=lambda one: one.length)
+        easiest = min(found.values(), key=lambda one: one.length)
+        wanted = easiest if plan.num_nodes is None else found[plan.num_nodes]
         if wanted.length > plan.own.cost.K:
             yield (
-                f"on {name} num_nodes={plan.num_nodes} pays from {wanted.length:.2f} tokens a pass on, of the "
+                f"on {name} num_nodes={wanted.nodes} pays from {wanted.length:.2f} tokens a pass on, of the "
                 f"{plan.own.cost.K + 1} that {plan.own.cost.K} heads can give at most; "
                 f"num_nodes={easiest.nodes} pays from {easiest.length:.2f} on"
             )
@@ -345,9 +364,20 @@ def markdown(plan: Plan) -> str:
     for section in sections(plan):
         lines += [f"## {section.title}", "", _row(section.head), _row(["---"] * len(section.head))]
         lines += [*(_row(row) for row in section.rows), "", *([section.said, ""] if section.said else [])]
-    lines += ["## Capture", "", *_capture(plan), "", "## Vocabulary", "", _vocabulary(plan), "", "## Training", ""]
+    lines += [
+        "## Capture",
+        "",
+        *_capture(plan),
+        "",
+        "## Vocabulary",
+        "",
+        _vocabulary(plan),
+        "",
+        "## Training settings",
+        "",
+    ]
     lines += [_row(("setting", "value")), _row(("---", "---"))]
-    lines += [_row((f"`{name}`", f"{value}")) for name, value in plan.settings.items()]
+    lines += [_row((f"`{name}`", "null" if value is None else f"{value}")) for name, value in plan.settings.items()]
     lines += ["", "## Commands", "", "```sh", *_commands(plan), "```", "", "## Deployment", "", *_deployment(plan)]
     lines += ["", "## Assumptions and remarks", "", *(f"- {note}" for note in notes(plan)), ""]
     return "\n".join(lines)

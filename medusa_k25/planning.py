@@ -169,10 +169,13 @@ class Run:
     steps: int
 
 
-def heads_break_even(hardware: Hardware, served: Served, cost: TrainingCost, nodes: int) -> BreakEven:
-    """Of one greedy request that the heads of `cost` draft for, `nodes` tokens a pass."""
+def heads_break_even(
+    hardware: Hardware, served: Served, cost: TrainingCost, nodes: int
+) -> tuple[BreakEven, tuple[str, ...]]:
+    """Of one greedy request that the heads of `cost` draft for, `nodes` tokens a pass; and what was assumed for it."""
     draft_ms = heads_draft_ms(hardware, served, cost.K, cost.blocks, cost.M)
-    return CycleModel(hardware, served).break_even(nodes, draft_ms=draft_ms)
+    model = CycleModel(hardware, served)
+    return model.break_even(nodes, draft_ms=draft_ms), model.cycle(nodes, draft_ms=draft_ms).assumed
 
 
 def planned_run(data: Dataset, steps: int, positions_a_step: int, validate_every: int, most_answers: int | None) -> Run:

@@ -50,7 +50,7 @@ def test_two_points_leave_the_exponent_open():
 
 def test_a_point_that_lies_apart_widens_the_interval():
     points = points_of(2.5, 8, 0.3)
-    apart = [*points[:-1], Measured(points[-1].positions, points[-1].length - 0.1)]
+    apart = [*points[:-1], Measured(points[-1].positions, points[-1].value - 0.1)]
     (low, high), (low_apart, high_apart) = (fit_curve(some, most=5).interval(1e6) for some in (points, apart))
     assert low_apart < low
     assert high_apart - low_apart > high - low
@@ -68,6 +68,6 @@ def test_what_will_never_be_reached_has_no_number_of_positions():
 def test_bad_points_are_refused():
     with pytest.raises(ValueError, match=r"at least two amounts of data, got \[10, 10\] positions.*data.share="):
         fit_curve([Measured(10, 1.5), Measured(10, 1.6)], most=5)
-    for wrong in (0.9, 5.1):
-        with pytest.raises(ValueError, match=f"from 1 to 5 .*length={wrong}"):
+    for wrong in (0.0, 5.1):
+        with pytest.raises(ValueError, match=f"above 0 and up to 5.*value={wrong}"):
             fit_curve([Measured(10, 1.5), Measured(20, wrong)], most=5)
