@@ -22,7 +22,7 @@ from bench.live_bytes import LiveBytes, tensors_of
 from medusa_k25 import plan, train
 from medusa_k25.cache import Cache
 from medusa_k25.config import compose
-from medusa_k25.planning import cache_bytes, estimate, planned_run
+from medusa_k25.costs.planning import cache_bytes, estimate, planned_run
 
 RUN = Path("runs/smol_4heads")
 STEPS, VALIDATIONS, WATCHED_STEPS = 40, 2, 3

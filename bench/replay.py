@@ -17,8 +17,8 @@ from torch import Tensor
 from medusa_k25.acceptance import Replayed, tree_sizes
 from medusa_k25.data.texts import Text
 from medusa_k25.metrics import MISS
-from medusa_k25.ngram import Lookup
-from medusa_k25.ngram_engine import Corpus, EngineNgram
+from medusa_k25.ngram.engine import Corpus, EngineNgram
+from medusa_k25.ngram.lookup import Lookup
 from medusa_k25.replay import Acceptance, Resampling, grow, grow_where_walks_stop, walk, walk_all
 from medusa_k25.tree import Path, Tree
 

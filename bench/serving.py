@@ -127,9 +127,9 @@ def main() -> None:
 
 def kimi_k25() -> None:
     """Drafting on the users' machine, by bytes: every rank reads all blocks, and its share of lm_head."""
-    from medusa_k25.cycle import CycleModel, heads_draft_ms
-    from medusa_k25.hardware import hardware
-    from medusa_k25.served import KIMI_K25
+    from medusa_k25.costs.cycle import CycleModel, heads_draft_ms
+    from medusa_k25.costs.hardware import hardware
+    from medusa_k25.costs.served import KIMI_K25
 
     figures = yaml.safe_load((ROOT / "conf" / "hardware" / "rtx_pro_6000_x8.yaml").read_text())
     machine = hardware(**{name: value for name, value in figures.items() if not name.startswith("_")})

@@ -15,14 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medusa_k25.cache import Cache
-from medusa_k25.corpus_choice import best_corpus_drafts, choose_corpus
 from medusa_k25.data.splits import Split
 from medusa_k25.data.texts import Text
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.metrics import top_accuracy
-from medusa_k25.ngram import Lookup
-from medusa_k25.ngram_engine import Corpus, EngineNgram
+from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
+from medusa_k25.ngram.engine import Corpus, EngineNgram
+from medusa_k25.ngram.lookup import Lookup
 from medusa_k25.replay import Acceptance, Passes, Resampling, answer_ranks, grow, grow_where_walks_stop, walk_all
 from medusa_k25.tree import Growth, Tree, places
 

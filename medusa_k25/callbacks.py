@@ -209,7 +209,8 @@ class Progress(Callback):
         if trainer.state.fn == "fit":
             metrics = module.validation_metrics
             tree, chain = metrics["heldout/acceptance_tree"], metrics["heldout/acceptance_chain"]
-            self._show(tree=f"{tree:.3f}", chain=f"{chain:.3f}")
+            speed = metrics["heldout/tokens_per_s"]
+            self._show(tree=f"{tree:.3f}", chain=f"{chain:.3f}", serving=f"{speed:.1f} tok/s")
             self.mark = time.perf_counter()
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:

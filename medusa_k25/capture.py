@@ -16,7 +16,7 @@ from medusa_k25.cache.capture import Capture
 from medusa_k25.cache.imports import Import, first_of
 from medusa_k25.cache.record_client import Replay
 from medusa_k25.config import ConfigError, verb
-from medusa_k25.report import update_report
+from medusa_k25.reports.report import update_report
 from medusa_k25.target import Target
 
 

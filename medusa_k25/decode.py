@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from medusa_k25.cache import Cache
 from medusa_k25.config import verb
 from medusa_k25.data.windows import documents_of
-from medusa_k25.evaluation_page import write_page
-from medusa_k25.report import read_report, summary, update_report
+from medusa_k25.reports.evaluation import write_page
+from medusa_k25.reports.report import read_report, summary, update_report
 from medusa_k25.serving.decode import Drafter, prove
 from medusa_k25.serving.formats import load_served
 

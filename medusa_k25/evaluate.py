@@ -24,15 +24,15 @@ from medusa_k25.chat import ChatMarks, think_ids_of
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import ConfigError, verb
 from medusa_k25.conversations import default_device
-from medusa_k25.cycle import CycleModel, heads_draft_ms
+from medusa_k25.costs.cycle import CycleModel, heads_draft_ms
+from medusa_k25.costs.hardware import Hardware
+from medusa_k25.costs.served import KIMI_K25_NAME
+from medusa_k25.costs.verdict import fastest_candidates, judge, length_of, published_candidates
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
-from medusa_k25.evaluation_page import write_page
-from medusa_k25.hardware import Hardware
-from medusa_k25.report import acceptance_table, update_report
-from medusa_k25.served import KIMI_K25_NAME
+from medusa_k25.reports.evaluation import write_page
+from medusa_k25.reports.report import acceptance_table, update_report
 from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load_tokenizer
-from medusa_k25.verdict import fastest_candidates, judge, length_of, published_candidates
 
 
 @dataclass(frozen=True)

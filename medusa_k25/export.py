@@ -25,13 +25,13 @@ from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
-from medusa_k25.cycle import CycleModel
+from medusa_k25.costs.cycle import CycleModel
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
 from medusa_k25.replay import answer_ranks, fastest_tree, grow
-from medusa_k25.report import read_report, update_report
+from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
 from medusa_k25.serving.formats import export_heads, remarks

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from medusa_k25.config import verb
 from medusa_k25.prompts import load_prompts
-from medusa_k25.report import update_report
+from medusa_k25.reports.report import update_report
 from medusa_k25.target import Target
 
 

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from medusa_k25.cache import Cache, self_check, verify
 from medusa_k25.cache.check import check_sample, index_faults, spread, unlisted_files
-from medusa_k25.cache_report import summary, write_cache_page
 from medusa_k25.chat import pieces
 from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.config import verb
@@ -27,7 +26,8 @@ from medusa_k25.data.contents import Census, Histogram, Lengths, first_answer
 from medusa_k25.data.splits import split_of
 from medusa_k25.data.windows import documents_of
 from medusa_k25.fp8_cost import argmax_agreement, head_costs
-from medusa_k25.report import update_report
+from medusa_k25.reports.cache import summary, write_cache_page
+from medusa_k25.reports.report import update_report
 from medusa_k25.target import Target
 
 # verify -> positions of the self-check at most, in as many documents at most

@@ -22,17 +22,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from medusa_k25.calibration import timed_positions_per_s
 from medusa_k25.chat import ChatMarks
 from medusa_k25.config import ConfigError, conf_dir, verb
-from medusa_k25.costs import TrainingCost, peak_flops
+from medusa_k25.costs.calibration import timed_positions_per_s
+from medusa_k25.costs.hardware import Hardware
+from medusa_k25.costs.learning_curve import Measured, fit_curve
+from medusa_k25.costs.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
+from medusa_k25.costs.served import KIMI_K25, Served
+from medusa_k25.costs.training import TrainingCost, peak_flops
 from medusa_k25.data.texts import Text, holds_messages, texts_of_conversations
-from medusa_k25.hardware import Hardware
-from medusa_k25.learning_curve import Measured, fit_curve
-from medusa_k25.plan_report import Pilot, Plan, markdown, text
-from medusa_k25.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
-from medusa_k25.report import read_report, update_report
-from medusa_k25.served import KIMI_K25, Served
+from medusa_k25.reports.plan import Pilot, Plan, markdown, text
+from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.target import end_ids_of, load_tokenizer
 from medusa_k25.target_builders import find_checkpoint
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
 from medusa_k25.checkpoint import complete_checkpoints
-from medusa_k25.costs import CPU_SHARE_OF_PEAK, GB, GPU_SHARE_OF_PEAK, TrainingCost
+from medusa_k25.costs.training import CPU_SHARE_OF_PEAK, GB, GPU_SHARE_OF_PEAK, TrainingCost
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.heads import Heads
 from medusa_k25.target import Target

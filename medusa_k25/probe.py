@@ -15,8 +15,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25.config import verb
-from medusa_k25.probing import Measured, hardware_file, other_model, own_file, table
-from medusa_k25.report import update_report
+from medusa_k25.costs.probing import Measured, hardware_file, other_model, own_file, table
+from medusa_k25.reports.report import update_report
 
 MEASURED = "_measured"
 

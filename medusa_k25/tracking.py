@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from medusa_k25.data.datamodule import VALIDATION_SPLITS
-from medusa_k25.pictures import break_even_of, draw_acceptance, draw_heads
+from medusa_k25.reports.pictures import break_even_of, draw_acceptance, draw_heads
 
 if TYPE_CHECKING:
     import wandb

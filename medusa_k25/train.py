@@ -28,8 +28,8 @@ from medusa_k25.cache import Cache
 from medusa_k25.callbacks import Checkpoints, Progress, Stopped
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, verb
-from medusa_k25.costs import TrainingCost, peak_flops
-from medusa_k25.cycle import CycleModel
+from medusa_k25.costs.cycle import CycleModel
+from medusa_k25.costs.training import TrainingCost, peak_flops
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import documents_of, in_share, token_counts
@@ -45,7 +45,7 @@ from medusa_k25.preflight import (
     refuse_what_cannot_fit,
     summarise,
 )
-from medusa_k25.report import read_report, update_report
+from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.target import Target
 from medusa_k25.tracking import MetricsTable, WandbRun
 from medusa_k25.warm_start import warm_start

@@ -21,11 +21,11 @@ from medusa_k25.acceptance import (
     some_of,
     tree_sizes,
 )
-from medusa_k25.corpus_choice import choose_corpus
 from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, future_of, runs_of
 from medusa_k25.metrics import MISS
-from medusa_k25.ngram_engine import Corpus, EngineNgram
+from medusa_k25.ngram.corpus import choose_corpus
+from medusa_k25.ngram.engine import Corpus, EngineNgram
 from medusa_k25.replay import Acceptance, grow, walk, walk_all
 from medusa_k25.tree import Growth
 from tests.tiny import cache_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_k25 import train as training
-from medusa_k25.costs import GB, TrainingCost, peak_flops
+from medusa_k25.costs.training import GB, TrainingCost, peak_flops
 from tests.test_training import cache, config, config_of  # noqa: F401  (fixtures)
 
 D, V = 7168, 163_840

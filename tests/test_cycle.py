@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from medusa_k25.config import conf_dir
-from medusa_k25.cycle import CycleModel, Length, heads_draft_ms, model_draft_ms, tokens_per_s
-from medusa_k25.hardware import Hardware, Point
-from medusa_k25.served import KIMI_K25, Served
+from medusa_k25.costs.cycle import CycleModel, Length, heads_draft_ms, model_draft_ms, tokens_per_s
+from medusa_k25.costs.hardware import Hardware, Point
+from medusa_k25.costs.served import KIMI_K25, Served
 from tests.test_served import SMOLLM2
 
 

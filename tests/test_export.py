@@ -15,7 +15,7 @@ from medusa_k25.checkpoint import write_heads
 from medusa_k25.config import compose
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.replay import Acceptance
-from medusa_k25.report import update_report
+from medusa_k25.reports.report import update_report
 from medusa_k25.serving.blank import made_up_tree
 from medusa_k25.serving.formats import load_served, tensors_of
 from medusa_k25.tree import Tree

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from medusa_k25.config import conf_dir
-from medusa_k25.hardware import Hardware
+from medusa_k25.costs.hardware import Hardware
 
 FILES = sorted((conf_dir() / "hardware").glob("*.yaml"))
 

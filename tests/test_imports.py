@@ -25,7 +25,7 @@ from medusa_k25 import capture as capture_verb
 from medusa_k25.cache import Cache, verify
 from medusa_k25.cache.capture import Capture, CaptureReport
 from medusa_k25.cache.imports import FIRST_PLACEHOLDER, Import, normed, numerically
-from medusa_k25.report import read_report
+from medusa_k25.reports.report import read_report
 from medusa_k25.target import Target
 from tests.producers import (
     Known,

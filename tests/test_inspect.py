@@ -16,7 +16,7 @@ from medusa_k25.checkpoint import write_heads
 from medusa_k25.conversations import ends_in_loop
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.windows import documents_of
-from medusa_k25.report import read_report
+from medusa_k25.reports.report import read_report
 from medusa_k25.target import Target
 from tests.test_cache import STUB, make_document
 from tests.test_decode import fitted_heads, vocabulary_of

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_k25.learning_curve import EXPONENTS, TYPICAL, Measured, fit_curve
+from medusa_k25.costs.learning_curve import EXPONENTS, TYPICAL, Measured, fit_curve
 
 POSITIONS = (3_000, 6_000, 12_000, 24_000)
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_k25.corpus_choice import best_corpus_drafts, choose_corpus
 from medusa_k25.data.texts import Text
-from medusa_k25.ngram import Lookup
-from medusa_k25.ngram_engine import BREADTH_STEP, PADDING, TRIE_DEPTH, Corpus, EngineNgram, draft_tree, suffix_order
+from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
+from medusa_k25.ngram.engine import BREADTH_STEP, PADDING, TRIE_DEPTH, Corpus, EngineNgram, draft_tree, suffix_order
+from medusa_k25.ngram.lookup import Lookup
 from medusa_k25.replay import walk_all
 
 IDS = st.lists(st.integers(0, 3), min_size=2, max_size=40)

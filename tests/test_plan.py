@@ -12,8 +12,8 @@ import pytest
 from medusa_k25 import plan
 from medusa_k25.config import VERBS, ConfigError, compose, conf_dir
 from medusa_k25.conversations import prompt_key
+from medusa_k25.costs.served import KIMI_K25, KIMI_K25_CONFIG
 from medusa_k25.data.splits import SPLITS, split_of
-from medusa_k25.served import KIMI_K25, KIMI_K25_CONFIG
 from medusa_k25.target_builders import find_checkpoint
 
 EXPERIMENTS = sorted(file.stem for file in (conf_dir() / "exp").glob("*.yaml"))

@@ -13,13 +13,13 @@ from bench import training as step_bench
 from bench.cache_reader import write_cache
 from bench.live_bytes import LiveBytes, tensors_of
 from medusa_k25.cache import Cache
-from medusa_k25.calibration import timed_positions_per_s
-from medusa_k25.costs import TrainingCost
+from medusa_k25.costs.calibration import timed_positions_per_s
+from medusa_k25.costs.planning import Dataset, Split, cache_bytes
+from medusa_k25.costs.training import TrainingCost
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.windows import documents_of, runs_of
 from medusa_k25.heads import ResidualHeads
 from medusa_k25.loss import MedusaLoss
-from medusa_k25.planning import Dataset, Split, cache_bytes
 from tests.tiny import cache_of
 
 D, M, K, N = 576, 8192, 4, 512

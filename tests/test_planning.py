@@ -7,9 +7,8 @@ import yaml
 from hydra.utils import instantiate
 
 from medusa_k25.config import conf_dir
-from medusa_k25.costs import PEAK_FLOPS
-from medusa_k25.hardware import Figure, Hardware
-from medusa_k25.planning import (
+from medusa_k25.costs.hardware import Figure, Hardware
+from medusa_k25.costs.planning import (
     USERS,
     Assumptions,
     Dataset,
@@ -24,7 +23,8 @@ from medusa_k25.planning import (
     transfer_hours,
     ways,
 )
-from medusa_k25.served import KIMI_K25
+from medusa_k25.costs.served import KIMI_K25
+from medusa_k25.costs.training import PEAK_FLOPS
 from tests.test_costs import K25, D
 
 ASSUMED = Assumptions(None, None, None, 16_384, setup_hours=1.0, own_hour=15.0)

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import probe as verb
 from medusa_k25.config import compose
-from medusa_k25.cycle import CycleModel
-from medusa_k25.probing import MARK, Probe
-from medusa_k25.served import KIMI_K25
+from medusa_k25.costs.cycle import CycleModel
+from medusa_k25.costs.probing import MARK, Probe
+from medusa_k25.costs.served import KIMI_K25
 
 
 class Fake:

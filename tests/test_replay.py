@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.metrics import MISS
-from medusa_k25.ngram import ngram_accepted
+from medusa_k25.ngram.lookup import ngram_accepted
 from medusa_k25.replay import (
     Acceptance,
     Resampling,

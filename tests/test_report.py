@@ -4,10 +4,10 @@ import re
 import pytest
 
 from medusa_k25.acceptance import Evaluation, Row
-from medusa_k25.evaluation_page import write_page
-from medusa_k25.pictures import accepted_by_head
 from medusa_k25.replay import walk
-from medusa_k25.report import acceptance_table, read_report, summary, update_report
+from medusa_k25.reports.evaluation import write_page
+from medusa_k25.reports.pictures import accepted_by_head
+from medusa_k25.reports.report import acceptance_table, read_report, summary, update_report
 from medusa_k25.tracking import MetricsTable
 from medusa_k25.tree import Tree
 

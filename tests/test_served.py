@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_k25.served import KIMI_K25, KIMI_K25_CONFIG, Served
+from medusa_k25.costs.served import KIMI_K25, KIMI_K25_CONFIG, Served
 
 SMOLLM2: dict[str, Any] = {
     "model_type": "llama",

@@ -20,7 +20,7 @@ from medusa_k25.config import compose
 from medusa_k25.data.splits import Split
 from medusa_k25.data.windows import documents_of
 from medusa_k25.replay import answer_ranks, replay
-from medusa_k25.report import read_report
+from medusa_k25.reports.report import read_report
 from medusa_k25.tracking import MetricsTable, WandbRun
 from medusa_k25.tree import Tree
 from tests.ranks import on_ranks

@@ -31,7 +31,7 @@ from medusa_k25.heads import DraftVocabulary
 from medusa_k25.loss import Teacher
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
-from medusa_k25.report import read_report, update_report
+from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.tree import Tree
 from tests.tiny import cache_of
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from medusa_k25.cycle import CycleModel, Length
-from medusa_k25.drafters import DRAFTERS, drafters_for
-from medusa_k25.hardware import Point
-from medusa_k25.served import KIMI_K25
-from medusa_k25.verdict import Candidate, Verdict, judge, published_candidates
+from medusa_k25.costs.cycle import CycleModel, Length
+from medusa_k25.costs.drafters import DRAFTERS, drafters_for
+from medusa_k25.costs.hardware import Point
+from medusa_k25.costs.served import KIMI_K25
+from medusa_k25.costs.verdict import Candidate, Verdict, judge, published_candidates
 from tests.test_cycle import B200, RTX
 
 K25 = "moonshotai/Kimi-K2.5"

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_k25.corpus_choice import best_corpus_drafts, choose_corpus
 from medusa_k25.data.splits import Split
 from medusa_k25.data.texts import Text
-from medusa_k25.ngram_engine import Corpus, EngineNgram
+from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
+from medusa_k25.ngram.engine import Corpus, EngineNgram
 from medusa_k25.replay import Resampling, walk_all
 from medusa_k25.serving.card import Measured
 

@@ -13,7 +13,7 @@ import torch
 from medusa_k25.cache import Cache
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, texts_of_cache
-from medusa_k25.ngram_engine import MAX_BREADTH, MIN_BREADTH, TRIE_DEPTH, Corpus, EngineNgram
+from medusa_k25.ngram.engine import MAX_BREADTH, MIN_BREADTH, TRIE_DEPTH, Corpus, EngineNgram
 from medusa_k25.replay import Resampling, walk_all
 from medusa_k25.serving.ngram_corpus import CORPUS_FILE, make_corpus, write_corpus
 from medusa_k25.target import Target

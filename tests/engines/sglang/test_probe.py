@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from medusa_k25.costs.probing import Measured, Probe
 from medusa_k25.heads import DraftVocabulary
-from medusa_k25.probing import Measured, Probe
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.target import Target
 from tests.engines.sglang.accepting import serve_from

@@ -1,6 +1,6 @@
 """A machine in figures, each with where it comes from: measured, a datasheet, or assumed.
 
-What a verify pass costs on it is in cycle.py, what a training run takes in costs.py. conf/hardware/ holds the files.
+What a verify pass costs on it is in cycle.py, what a training run takes in training.py. conf/hardware/ holds the files.
 """
 
 import re

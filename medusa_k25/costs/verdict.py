@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from medusa_k25.acceptance import BOTH, Row
-from medusa_k25.cycle import (
+from medusa_k25.costs.cycle import (
     DEFAULT_CONTEXT,
     EXTRAPOLATED,
     FROM_PARTS,
@@ -18,7 +18,7 @@ from medusa_k25.cycle import (
     Lever,
     Speed,
 )
-from medusa_k25.drafters import drafters_for
+from medusa_k25.costs.drafters import drafters_for
 
 PAYS, PAYS_NOT, TOO_CLOSE = "pays", "does not pay", "too close to call"
 NOTHING = "none"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from medusa_k25.acceptance import BOTH, CHAIN, CORPUS, NGRAM_LOOKUP, TREE
-from medusa_k25.page import new_axes
+from medusa_k25.reports.page import new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

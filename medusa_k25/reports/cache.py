@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_k25.chat import bracketed
-from medusa_k25.page import html_page, new_axes, picture, table, tile
-from medusa_k25.report import read_report
+from medusa_k25.reports.page import html_page, new_axes, picture, table, tile
+from medusa_k25.reports.report import read_report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
-from medusa_k25.hardware import Hardware, Point
-from medusa_k25.served import KIMI_K25, KIMI_K25_NAME, Served
+from medusa_k25.costs.hardware import Hardware, Point
+from medusa_k25.costs.served import KIMI_K25, KIMI_K25_NAME, Served
 
 # Tokens of one text agree on experts: 4 of them were reported to wake 2.5 times the experts of one, where independent
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.

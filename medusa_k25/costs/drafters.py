@@ -7,9 +7,9 @@ has published is None or "unknown".
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from medusa_k25.cycle import Length, model_draft_ms
-from medusa_k25.hardware import Hardware
-from medusa_k25.served import KIMI_K25_NAME, Served
+from medusa_k25.costs.cycle import Length, model_draft_ms
+from medusa_k25.costs.hardware import Hardware
+from medusa_k25.costs.served import KIMI_K25_NAME, Served
 
 
 @dataclass(frozen=True)

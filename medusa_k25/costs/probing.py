@@ -19,7 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from medusa_k25.answer_client import NEUTRAL
-from medusa_k25.hardware import Hardware, Point
+from medusa_k25.costs.hardware import Hardware, Point
 from medusa_k25.prompts import load_prompts
 from medusa_k25.server import Refused, Server
 

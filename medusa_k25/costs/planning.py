@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from medusa_k25.costs import TrainingCost
-from medusa_k25.cycle import BreakEven, CycleModel, heads_draft_ms
+from medusa_k25.costs.cycle import BreakEven, CycleModel, heads_draft_ms
+from medusa_k25.costs.hardware import Figure, Hardware
+from medusa_k25.costs.served import Served
+from medusa_k25.costs.training import TrainingCost
 from medusa_k25.data.splits import CALIBRATION_SHARE, HELDOUT_SHARE
-from medusa_k25.hardware import Figure, Hardware
-from medusa_k25.served import Served
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 POSITION_BYTES, SCALE_BYTES = 8, 4  # of a state, the latter in fp8 alone

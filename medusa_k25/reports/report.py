@@ -1,4 +1,4 @@
-"""What a run has to show: report.json for scripts, tables for the terminal. evaluation_page.py draws it for people."""
+"""What a run has to show: report.json for scripts, tables for the terminal. evaluation.py draws it for people."""
 
 import csv
 import json

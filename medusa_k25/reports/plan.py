@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from medusa_k25.cycle import BreakEven
-from medusa_k25.hardware import Figure, Hardware
-from medusa_k25.learning_curve import Curve
-from medusa_k25.planning import (
+from medusa_k25.costs.cycle import BreakEven
+from medusa_k25.costs.hardware import Figure, Hardware
+from medusa_k25.costs.learning_curve import Curve
+from medusa_k25.costs.planning import (
     CONVERSATION_BYTES,
     NETWORK_SHARE,
     Assumptions,
@@ -21,7 +21,7 @@ from medusa_k25.planning import (
     cache_bytes,
     duration,
 )
-from medusa_k25.served import Served
+from medusa_k25.costs.served import Served
 
 STORED = (("all", "bfloat16"), ("answers", "bfloat16"), ("all", "float8_e4m3fn"), ("answers", "float8_e4m3fn"))
 SMALLER_VOCABULARY = 32_768

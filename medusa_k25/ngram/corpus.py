@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from medusa_k25.data.texts import Text
-from medusa_k25.ngram_engine import Corpus, EngineNgram
+from medusa_k25.ngram.engine import Corpus, EngineNgram
 from medusa_k25.replay import walk_all
 
 GRAM = 3

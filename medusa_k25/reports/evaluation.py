@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_k25.page import html_page, picture, table, tile
-from medusa_k25.pictures import (
+from medusa_k25.reports.page import html_page, picture, table, tile
+from medusa_k25.reports.pictures import (
     accepted_by_head,
     break_even_of,
     draw_acceptance,
@@ -22,7 +22,7 @@ from medusa_k25.pictures import (
     draw_speed,
     draw_tree,
 )
-from medusa_k25.report import read_curves, read_report
+from medusa_k25.reports.report import read_curves, read_report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

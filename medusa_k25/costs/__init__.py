@@ -1,0 +1,1 @@
+"""What it takes and whether it pays: machines, passes, training runs, plans."""

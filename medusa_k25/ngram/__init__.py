@@ -1,0 +1,1 @@
+"""Predictors that need no training: what followed the last tokens before is drafted again."""

@@ -1,0 +1,1 @@
+"""What people see: report.json, tables, pictures and pages."""
