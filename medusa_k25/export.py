@@ -25,7 +25,7 @@ from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
-from medusa_k25.costs.cycle import CycleModel
+from medusa_k25.costs.cycle import SIZES, CycleModel
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
@@ -76,7 +76,12 @@ def export_corpus(cfg: DictConfig) -> None:
         marks = ChatMarks.read(tokenizer, end_ids, place) if holds_messages(conversations) else None
         texts = texts_of_conversations(conversations, marks)
         source = conversations.name
-    made = make_corpus(texts, tokenizer, cfg.corpus_tokens, cfg.num_nodes)
+    if cfg.num_nodes is None:
+        passes = CycleModel.on(instantiate(cfg.hardware), place)
+        cycle_ms = {nodes: passes.cycle(nodes, context=passes.usual_context).ms for nodes in SIZES}
+    else:
+        cycle_ms = {cfg.num_nodes: 1.0}
+    made = make_corpus(texts, tokenizer, cfg.corpus_tokens, cycle_ms, cfg.evaluate.most_tokens)
     print("\n".join(made.summary()))
     write_corpus(folder, made, base_model, cfg.corpus_tokens, source)
     update_report(run_dir, "ngram_corpus", {"folder": str(folder), "source": source} | made.as_json())

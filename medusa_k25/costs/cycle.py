@@ -150,7 +150,13 @@ class CycleModel:
         """For the target whose figures these are: Kimi-K2.5, else the one at `checkpoint`."""
         if hardware.is_of(KIMI_K25_NAME):
             return cls(hardware, KIMI_K25)
-        return cls(hardware, Served.of_config(json.loads((checkpoint / "config.json").read_text())))
+        file = checkpoint / "config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{checkpoint} has no config.json, whose sizes the passes of hardware={hardware.name} depend on; name "
+                "the target's own folder, another hardware=, or how many tokens a pass is to take, num_nodes=N"
+            )
+        return cls(hardware, Served.of_config(json.loads(file.read_text())))
 
     @property
     def usual_context(self) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_k25.acceptance import SHARING_TOKENS, CorpusAndOwnText, some_of
 from medusa_k25.data.splits import Split
 from medusa_k25.data.texts import Text
-from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
+from medusa_k25.ngram.corpus import choose_corpus
 from medusa_k25.ngram.engine import Corpus, EngineNgram
 from medusa_k25.replay import Resampling, walk_all
 from medusa_k25.serving.card import Measured
@@ -83,13 +84,20 @@ class NgramCorpus:
         }
 
 
-def make_corpus(texts: Mapping[Split, Sequence[Text]], tokenizer: Any, max_tokens: int, num_nodes: int) -> NgramCorpus:
+def make_corpus(
+    texts: Mapping[Split, Sequence[Text]],
+    tokenizer: Any,
+    max_tokens: int,
+    cycle_ms: Mapping[int, float],
+    most_tokens: int | None = None,
+) -> NgramCorpus:
     """The corpus of at most `max_tokens`, chosen on calibration text, and what it accepts on held-out text.
 
-    Raises ValueError for an empty split, no room for drafts, or a tokenizer that is not the target's.
+    cycle_ms: what a pass takes by its number of nodes: the fastest is taken. most_tokens: of held-out text, see
+    `acceptance.some_of`. Raises ValueError for an empty split, or a tokenizer that is not the target's.
     """
-    if num_nodes < 2:
-        raise ValueError(f"num_nodes={num_nodes}: expected the root and at least one draft, 2 or more")
+    if min(cycle_ms) < 2:
+        raise ValueError(f"num_nodes={min(cycle_ms)}: expected the root and at least one draft, 2 or more")
     if not texts["heldout"]:
         raise ValueError("there is no answer in the heldout split to replay the corpus on; give more conversations")
     chosen = choose_corpus(texts["train"], texts["calibration"], max_tokens)
@@ -104,24 +112,31 @@ def make_corpus(texts: Mapping[Split, Sequence[Text]], tokenizer: Any, max_token
             f"none of {changed:,} answers has the same tokens after decoding and encoding: is this tokenizer the one "
             "of the target that wrote them? Name its folder, tokenizer=FOLDER"
         )
-    while (corpus := Corpus(read)).num_tokens > max_tokens:  # tokenised otherwise, they may be longer
-        lines, read = lines[1:], read[1:]  # the first is worth least
-    drafts = best_corpus_drafts(corpus, texts["calibration"], num_nodes)
-    predictors = [
-        EngineNgram("corpus and own text", corpus, drafts),
-        EngineNgram("own text, without the corpus", None, 0),
-    ]
-    draws = Resampling([text.document for text in texts["heldout"]])
+    tokens = sum(map(len, read)) + len(read) - 1
+    dropped = 0  # tokenised otherwise, they may be longer; the first are worth least
+    while tokens > max_tokens:
+        tokens -= len(read[dropped]) + 1
+        dropped += 1
+    lines, corpus = lines[dropped:], Corpus(read[dropped:])
+    calibration = some_of(texts["calibration"], SHARING_TOKENS)
+    both = CorpusAndOwnText("corpus and own text", corpus, calibration)
+
+    def speed(nodes: int) -> float:
+        return walk_all(both.accepted(calibration, nodes)).acceptance.length / cycle_ms[nodes]
+
+    num_nodes = max(sorted(cycle_ms, reverse=True), key=speed)  # what was found for the most nodes serves the others
+    drafts = both.corpus_drafts(num_nodes)
+    replayed = some_of(texts["heldout"], most_tokens)
+    draws = Resampling([text.document for text in replayed])
     rows = []
-    for predictor in predictors:
-        passes = walk_all(predictor.accepted(texts["heldout"], num_nodes))
+    for predictor in (both, EngineNgram("own text, without the corpus", None, 0)):
+        passes = walk_all(predictor.accepted(replayed, num_nodes))
         interval = draws.interval(passes, num_nodes)
         rows.append(Measured(predictor.name, num_nodes, passes.acceptance.length, interval))
     train = texts["train"]
     available_tokens = sum(len(text.answer_T) for text in train)
-    heldout = len(texts["heldout"])
     return NgramCorpus(
-        lines, corpus.num_tokens, len(train), available_tokens, changed, num_nodes, drafts, heldout, rows
+        lines, corpus.num_tokens, len(train), available_tokens, changed, num_nodes, drafts, len(replayed), rows
     )
 
 

@@ -153,7 +153,7 @@ def test_a_server_with_the_exported_corpus_counts_what_was_replayed(
     smollm2: Target, texts: dict[Split, list[Text]], asked: list[Text], engine: Callable[..., Any], tmp_path: Path
 ) -> None:
     tokenizer = smollm2.load_tokenizer()
-    made = make_corpus(texts, tokenizer, 10_000_000, NODES)
+    made = make_corpus(texts, tokenizer, 10_000_000, {NODES: 1.0})
     write_corpus(tmp_path, made, "smollm2", 10_000_000, "the demo")
     given = {
         "speculative_ngram_external_corpus_path": str(tmp_path / CORPUS_FILE),
