@@ -98,9 +98,7 @@ def test_a_named_tokenizer_is_all_that_is_needed_of_the_target(tiny_k25, tokeniz
         *("target=kimi_k25", "format=ngram_corpus", f"tokenizer={tmp_path / 'tokenizer'}"),
         *(f"conversations={conversations}", f"run_dir={tmp_path / 'run'}", f"export_dir={tmp_path / 'out'}"),
     ]
-    with pytest.raises(
-        ValueError, match=r"no config.json, whose sizes the passes of hardware=cpu depend on"
-    ):
+    with pytest.raises(ValueError, match=r"no config.json, whose sizes the passes of hardware=cpu depend on"):
         inspect.unwrap(export.main)(compose(overrides))
     inspect.unwrap(export.main)(compose([*overrides, "hardware=rtx_pro_6000_x8"]))
     readme = (tmp_path / "out" / "README.md").read_text()

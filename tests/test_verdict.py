@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from medusa_k25.acceptance import Row
 from medusa_k25.costs.cycle import CycleModel, Length
 from medusa_k25.costs.drafters import DRAFTERS, drafters_for
 from medusa_k25.costs.hardware import Point
 from medusa_k25.costs.served import KIMI_K25
-from medusa_k25.costs.verdict import Candidate, Verdict, judge, published_candidates
+from medusa_k25.costs.verdict import Candidate, Verdict, fastest_candidates, judge, published_candidates
+from medusa_k25.replay import Acceptance
 from tests.test_cycle import B200, RTX
 
 K25 = "moonshotai/Kimi-K2.5"
@@ -107,6 +109,7 @@ def test_published_figures_can_be(drafter: object) -> None:
 
 def test_every_assumption_is_listed() -> None:
     assert verdict(chain(2.2, 2.1, 2.3)).assumptions == (
+        "measured passes have the drafting of heads inside: a lookup is taken to take as long",
         "tuned all-reduces are as much faster as others measured at 32,768 bytes, 48 to 26 us, at every size",
     )
     listed = "\n".join(
@@ -131,20 +134,44 @@ def test_every_assumption_is_listed() -> None:
 
 
 def test_break_even_and_levers_are_given_for_every_size() -> None:
-    found = verdict(chain(2.2, 2.1, 2.3), chain(2.2, 2.1, 2.3, nodes=8))
-    assert [(each.nodes, each.length) for each in found.break_even] == [
-        (4, pytest.approx(2.0)),
-        (8, pytest.approx(3.2)),
-    ]
-    assert [nodes for nodes, _ in found.levers] == [4, 8]
+    found = verdict(chain(2.2, 2.1, 2.3), chain(2.2, 2.1, 2.3, nodes=6))
+    lengths = {each.nodes: each.length for each in found.break_even}
+    assert list(lengths) == [nodes for nodes, _ in found.levers] == [2, 4, 6, 8, 16]
+    assert (lengths[4], lengths[6], lengths[8]) == pytest.approx((2.0, 2.6, 3.2))
     assert "  4 nodes: 2.00 (2.00 to 2.00) at 25.0 ms, measured" in found.text()
 
 
 def test_a_verdict_is_json() -> None:
     found = json.loads(json.dumps(verdict(chain(2.2, 2.1, 2.3)).as_json()))
     assert found["rows"][0]["speed"]["tok_s"] == pytest.approx(88)
-    assert found["break_even"][0]["length"] == pytest.approx(2)
+    assert found["break_even"][1]["length"] == pytest.approx(2)
     assert found["rows"][0]["candidate"]["length"]["mean"] == 2.2
+
+
+def test_what_no_engine_serves_is_no_answer() -> None:
+    ahead = replace(chain(2.6, 2.5, 2.7, name="heads + n-gram lookup"), served=False)
+    found = verdict(ahead, chain(1.9, 1.8, 1.95))
+    assert found.best.candidate == ahead  # the table has it all the same
+    assert found.sentence.startswith("Nothing pays: the best is Medusa chain with 4 nodes")
+    assert found.sentence.endswith(
+        "heads + n-gram lookup with 4 nodes would be faster, 104.0 tokens/s (100.0 to 108.0): pays; it is replayed "
+        "only, no engine serves it yet."
+    )
+    assert "pays, replayed only" in found.text()
+
+
+def row(nodes: int, calibration: float, heldout: float) -> Row:
+    counts = [Acceptance(1, 1000, round(1000 * length), {}) for length in (heldout, calibration)]
+    return Row("heads, tree", nodes, None, counts[0], counts[0], (heldout - 0.1, heldout + 0.1), (1, 2), counts[1])
+
+
+def test_each_predictor_has_the_size_that_is_fastest_on_calibration_text() -> None:
+    rows = [row(4, 2.0, 1.9), row(8, 3.1, 4.0)]  # passes of 25 and 40 ms
+    (found,) = fastest_candidates(rows, MEASURED, {"heads, tree": 1.0})
+    assert (found.nodes, found.draft_ms) == (4, 1.0)
+    assert (found.length.low, found.length.mean, found.length.high) == pytest.approx((1.8, 1.9, 2.0))
+    (found,) = fastest_candidates([row(4, 2.0, 1.9), row(8, 3.3, 1.5)], MEASURED, {})
+    assert (found.nodes, found.length.mean) == (8, 1.5)  # held-out text is only reported
 
 
 def test_bad_input() -> None:

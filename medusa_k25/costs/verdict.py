@@ -22,6 +22,7 @@ from medusa_k25.costs.drafters import drafters_for
 
 PAYS, PAYS_NOT, TOO_CLOSE = "pays", "does not pay", "too close to call"
 NOTHING = "none"
+SHOWN_SIZES = (2, 4, 8, 16)  # whose break-even is given, besides those of the candidates
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def judge(
             )
         )
     rows.sort(key=lambda row: -row.speed.tok_s)
-    sizes = sorted({candidate.nodes for candidate in candidates})
+    sizes = sorted({*SHOWN_SIZES, *(candidate.nodes for candidate in candidates)})
     levers = []
     if model.hardware.gpus > 1:
         levers = [(n, model.faster_allreduces(n, TUNED_US / UNTUNED_US, batch, context, temperature)) for n in sizes]
@@ -221,7 +222,9 @@ def judge(
 
 
 def _sentence(rows: Sequence[VerdictRow], baseline: float) -> str:
-    """Of rows that are sorted by tokens a second."""
+    """Of rows that are sorted by tokens a second; what no engine serves comes at the end."""
+    replayed = [row for row in rows if not row.candidate.served]
+    rows = [row for row in rows if row.candidate.served] or rows
     best = rows[0]
     paying = [row for row in rows if row.outcome == PAYS]
     if best.outcome == PAYS:
@@ -241,18 +244,17 @@ def _sentence(rows: Sequence[VerdictRow], baseline: float) -> str:
     else:
         text = f"Nothing pays: the best is {_name(best)} at {_speed(best)} against {baseline:.1f}; {_turning(best)}."
     said = best if best.outcome == PAYS or not paying else paying[0]
-    if not said.candidate.served:
-        text += " No engine serves it yet: it is replayed only."
-        other = next((row for row in rows if row.candidate.served), None)
-        if other is not None:
-            more = "" if other.outcome == PAYS else f"; {_turning(other)}"
-            text += f" The best that can be served is {_name(other)} at {_speed(other)}: {other.outcome}{more}."
     if said.candidate.published:
         text += " Its acceptance length is its makers', on their text: measure it on yours."
-        own = next((row for row in rows if not row.candidate.published and row.candidate.served), None)
+        own = next((row for row in rows if not row.candidate.published), None)
         if own is not None:
             more = "" if own.outcome == PAYS else f"; {_turning(own)}"
             text += f" The best on your own text is {_name(own)} at {_speed(own)}: {own.outcome}{more}."
+    if replayed and replayed[0].speed.tok_s > best.speed.tok_s:
+        text += (
+            f" {_name(replayed[0])} would be faster, {_speed(replayed[0])}: {replayed[0].outcome}; it is replayed "
+            "only, no engine serves it yet."
+        )
     return text
 
 
@@ -301,6 +303,8 @@ def _assumptions(
             how = "put together from parts" if cycle.basis == FROM_PARTS else cycle.basis
             found.append(f"a pass of {cycle.nodes} nodes, {cycle.ms:.1f} ms, is {how}")
         found += [*cycle.notes, *cycle.assumed]
+    if model.hardware.cycles and any(not row.candidate.draft_ms and not row.candidate.published for row in rows):
+        found.append("measured passes have the drafting of heads inside: a lookup is taken to take as long")
     for row in rows:
         if row.candidate.published:
             found.append(f"{row.candidate.predictor} accepts on your text what it does on its makers'")
