@@ -395,7 +395,10 @@ class Evaluator:
             return self.num_nodes
         if heads.name == CHAIN:
             return range(2, heads.growth.most_nodes + 1)
-        return [n for n in self.num_nodes if n <= heads.growth.most_nodes]
+        fitting = [n for n in self.num_nodes if n <= heads.growth.most_nodes]
+        if not fitting:
+            heads.growth.tree(self.num_nodes[0])  # says how many there are
+        return fitting
 
     def run(
         self, replayed: Replayed, predictors: Sequence[Predictor], ranks: Mapping[Text, Tensor] | None = None
