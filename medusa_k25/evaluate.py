@@ -37,12 +37,14 @@ from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load
 
 @dataclass(frozen=True)
 class Evidence:
-    """Text that the target has generated, and the ranks of the heads' labels in it, where there are heads.
+    """Text that the target has generated, and where there are heads the ranks of their labels in what is replayed.
 
-    target: whose text it is. passes: what a pass costs. draft_ms: of the heads, by predictor.
+    train: for predictors that draft from it. target: whose text it is. passes: what a pass costs. draft_ms: of the
+    heads, by predictor.
     """
 
-    texts: Mapping[Split, Sequence[Text]]
+    train: Sequence[Text]
+    replayed: Replayed
     ranks: Mapping[Text, Tensor] | None
     target: str
     passes: CycleModel
@@ -54,9 +56,10 @@ class Evidence:
 def main(cfg: DictConfig) -> None:
     evaluator: Evaluator = instantiate(cfg.evaluate)
     run_dir, hardware = Path(cfg.run_dir), instantiate(cfg.hardware)
-    evidence = of_conversations(cfg, hardware) if reads_conversations(cfg) else of_cache(cfg, hardware)
-    replayed = evaluator.replayed(evidence.texts)
-    predictors = evaluator.predictors(evidence.texts["train"], replayed, evidence.ranks)
+    read = of_conversations if reads_conversations(cfg) else of_cache
+    evidence = read(cfg, hardware, evaluator)
+    replayed = evidence.replayed
+    predictors = evaluator.predictors(evidence.train, replayed, evidence.ranks)
     evaluation = evaluator.run(replayed, predictors, evidence.ranks)
     print(acceptance_table(evaluation))
 
@@ -120,13 +123,14 @@ def reads_conversations(cfg: DictConfig) -> bool:
     return not (cache / "manifest.json").exists() and Path(cfg.conversations).exists()
 
 
-def of_conversations(cfg: DictConfig, hardware: Hardware) -> Evidence:
+def of_conversations(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evidence:
     """Opens the target only where nothing else knows what is needed of it."""
     file, made_from = Path(cfg.conversations), {"conversations": str(cfg.conversations)}
     renders = holds_messages(file)
     if cfg.tokenizer is None and not renders and hardware.is_of(KIMI_K25_NAME):
         texts = texts_of_conversations(file, None, (KIMI_THINK_ID, KIMI_THINK_END_ID))
-        return Evidence(texts, None, hardware.target, CycleModel.on(hardware, file.parent), {}, made_from)
+        passes, replayed = CycleModel.on(hardware, file.parent), evaluator.replayed(texts)
+        return Evidence(texts["train"], replayed, None, hardware.target, passes, {}, made_from)
     if cfg.tokenizer is not None:
         name, folder = hardware.target, Path(cfg.tokenizer)
         tokenizer = load_tokenizer(folder, cfg.target.get("trust_remote_code", False))
@@ -136,21 +140,23 @@ def of_conversations(cfg: DictConfig, hardware: Hardware) -> Evidence:
         name, folder, tokenizer, end_ids = target.name, target.path, target.load_tokenizer(), target.end_ids
     marks = ChatMarks.read(tokenizer, end_ids, folder) if renders else None
     texts = texts_of_conversations(file, marks, think_ids_of(tokenizer))
-    return Evidence(texts, None, name, CycleModel.on(hardware, folder), {}, made_from)
+    passes, replayed = CycleModel.on(hardware, folder), evaluator.replayed(texts)
+    return Evidence(texts["train"], replayed, None, name, passes, {}, made_from)
 
 
-def of_cache(cfg: DictConfig, hardware: Hardware) -> Evidence:
+def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evidence:
     target = instantiate(cfg.target)
     cache = Cache.open(Path(cfg.cache), target)
     think_ids = think_ids_of(target.load_tokenizer())
     texts = {split: texts_of_cache(cache, split, think_ids) for split in SPLITS}
+    replayed = evaluator.replayed(texts)
     passes = CycleModel.on(hardware, target.path)
     made_from = {"cache_fingerprint": cache.fingerprint}
     checkpoints = Path(cfg.run_dir) / "checkpoints"
     if cfg.checkpoint is None or (cfg.checkpoint == "best" and not complete_checkpoints(checkpoints)):
         if cfg.checkpoint is not None:
             print(f"no checkpoint in {checkpoints}: for the predictors alone that need no training")
-        return Evidence(texts, None, target.name, passes, {}, made_from)
+        return Evidence(texts["train"], replayed, None, target.name, passes, {}, made_from)
     checkpoint = load_heads(find_checkpoint(checkpoints, cfg.checkpoint))
     checkpoint.refuse_other_target(target)
     if not cfg.allow_other_cache:
@@ -158,12 +164,13 @@ def of_cache(cfg: DictConfig, hardware: Hardware) -> Evidence:
     device = default_device()
     heads, vocabulary = checkpoint.heads.to(device), checkpoint.vocabulary
     lm_head_MD = vocabulary.rows(target.lm_head).to(device, torch.float32)
-    reported: dict[Split, list[Text]] = {split: texts[split] for split in ("calibration", "heldout")}
+    reported: dict[Split, Sequence[Text]] = {"calibration": replayed.calibration, "heldout": replayed.heldout}
     ranks = ranks_of(heads, lm_head_MD, vocabulary, cache, reported)
     blocks = checkpoint.record["heads"]["num_blocks"]
     draft_ms = heads_draft_ms(hardware, passes.served, heads.num_heads, blocks, len(vocabulary))
     return Evidence(
-        texts,
+        texts["train"],
+        replayed,
         ranks,
         target.name,
         passes,

@@ -61,6 +61,7 @@ def main(cfg: DictConfig) -> None:
         positions_a_step,
         cfg.trainer.val_check_interval,
         None if most_answers is None else most_answers * own_cost.world_size,
+        cfg.evaluate.most_tokens,
     )
     storage, dtype = cfg.capture.storage, cfg.capture.storage_dtype
     own = estimate(hardware, own_cost, data, run, dtype, measured, cfg.trainer.num_nodes)

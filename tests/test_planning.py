@@ -28,7 +28,8 @@ from medusa_k25.costs.training import PEAK_FLOPS
 from tests.test_costs import K25, D
 
 ASSUMED = Assumptions(None, None, None, 16_384, setup_hours=1.0, own_hour=15.0)
-EPOCH = Run(positions=74_000_000, validated=0, steps=1)  # an epoch over every token, as the figures were worked out
+# An epoch over every token, as the figures were worked out.
+EPOCH = Run(positions=74_000_000, validated=0, steps=1, evaluated=0)
 
 
 def machine(name: str) -> Hardware:
@@ -104,17 +105,25 @@ def test_a_slow_disk_makes_training_longer_and_no_other_stage():
 
 
 def test_validation_has_no_backward_pass():
-    trained = estimate(RTX, K25, USERS, Run(1_000_000, 0, 1), "bfloat16").hours("train")
-    validated = estimate(RTX, K25, USERS, Run(0, 1_000_000, 1), "bfloat16").hours("train")
+    trained = estimate(RTX, K25, USERS, Run(1_000_000, 0, 1, 0), "bfloat16").hours("train")
+    validated = estimate(RTX, K25, USERS, Run(0, 1_000_000, 1, 0), "bfloat16").hours("train")
     assert validated / trained == pytest.approx(K25.forward_flops_per_position / K25.flops_per_position)
+
+
+def test_evaluating_is_forward_work_of_one_device():
+    hours = estimate(RTX, K25, USERS, Run(0, 0, 1, evaluated=1_000_000), "bfloat16").hours("evaluate")
+    one_device = positions_per_s(K25, RTX) / K25.world_size
+    assert hours == pytest.approx(1e6 / one_device / 3600 * K25.forward_flops_per_position / K25.flops_per_position)
 
 
 def test_the_positions_of_a_run():
     data = replace(USERS, train=Split(1000, 90_000), calibration=Split(100, 10_000), heldout=Split(200, 30_000))
-    run = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=None)
+    run = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=None, most_evaluated=None)
     assert run.positions == round(95 / 1407 * 90_000)  # 1,406.25 steps an epoch, the last of which is shorter
     assert run.validated == 10 * (10_000 + 30_000 + 200 * 90)  # training text: as many answers as held-out text has
-    few = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=50)
+    assert run.evaluated == 10_000 + 30_000
+    few = planned_run(data, 95, 64, validate_every=10, most_answers=50, most_evaluated=20_000)
+    assert few.evaluated == 10_000 + 20_000
     assert few.validated == 10 * (5_000 + 7_500 + 50 * 90)
 
 
