@@ -17,17 +17,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
 
-from medusa_k25.acceptance import BOTH, CHAIN, TREE, Evaluator, HeadsTree, Predictor, Replayed, drawn, ranks_of
+from medusa_k25.acceptance import BOTH, CHAIN, TREE, Evaluator, HeadsTree, Predictor, Replayed, Row, drawn, ranks_of
 from medusa_k25.breakdown import break_down
 from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks, think_ids_of
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import ConfigError, verb
 from medusa_k25.conversations import default_device
-from medusa_k25.costs.cycle import CycleModel, heads_draft_ms
+from medusa_k25.costs.cycle import CycleModel, Length, heads_draft_ms
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.costs.served import KIMI_K25_NAME
-from medusa_k25.costs.verdict import fastest_candidates, judge, length_of, published_candidates
+from medusa_k25.costs.verdict import fastest_candidates, judge, published_candidates
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
 from medusa_k25.reports.evaluation import write_page
@@ -63,15 +63,15 @@ def main(cfg: DictConfig) -> None:
     evaluation = evaluator.run(replayed, predictors, evidence.ranks)
     print(acceptance_table(evaluation))
 
-    found = temperatures_of(replayed.heldout)
-    of_text = found.pop() if len(found) == 1 else None
+    sampled = temperatures_of(replayed.heldout)
+    of_text = next(iter(sampled)) if len(sampled) == 1 else None
     temperature = evaluator.temperature if evaluator.temperature is not None else of_text or 0.0
     context = evaluator.context if evaluator.context is not None else evidence.passes.usual_context
     place = (evaluator.batch, context, temperature)
     candidates = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
     own = [candidate.predictor for candidate in candidates]
     candidates += published_candidates(evidence.passes)
-    verdict = judge(evidence.passes, candidates, evidence.target, *place, of_text)
+    verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled)
     print(f"\n{verdict.text()}")
 
     chosen = next(row.candidate for row in verdict.rows if row.candidate.predictor in own)
@@ -100,12 +100,12 @@ def broken_down(predictor: Predictor, replayed: Replayed, num_nodes: int) -> dic
     return break_down(replayed.heldout, passes, replayed.resampling, num_nodes).as_json()
 
 
-def speeds(rows: Sequence[Any], evidence: Evidence, place: tuple[int, int, float]) -> dict[str, Any]:
+def speeds(rows: Sequence[Row], evidence: Evidence, place: tuple[int, int, float]) -> dict[str, Any]:
     """predictor -> [[nodes, tokens/s, low, high, what the cycle is based on], ..]"""
     found: dict[str, Any] = {}
     for row in rows:
         drafting = evidence.draft_ms.get(row.predictor, 0.0)
-        speed = evidence.passes.speed(row.num_nodes, length_of(row), *place, drafting)
+        speed = evidence.passes.speed(row.num_nodes, Length.around(row.every.length, row.interval), *place, drafting)
         point = [row.num_nodes, speed.tok_s, speed.low_tok_s, speed.high_tok_s, speed.cycle.basis]
         found.setdefault(row.predictor, []).append(point)
     return found
