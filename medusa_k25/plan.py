@@ -10,7 +10,7 @@ training step on this machine, which is to be the one that `hardware` describes.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -158,9 +158,10 @@ def counted(cfg: DictConfig) -> Dataset | None:
     if not every:
         raise ValueError(f"{file} holds no answer of at least two tokens; there is nothing to count")
     answers = [len(one.answer_T) for one in every]
+    prompts = sum(one.start - read for one, read in zip(every, read_before(every), strict=True))
     return Dataset(
         samples=len(every),
-        prompt_tokens=sum(one.start for one in every),
+        prompt_tokens=prompts,
         answer_tokens=sum(answers),
         longest_answer=max(answers),
         train=split(texts["train"]),
@@ -168,6 +169,14 @@ def counted(cfg: DictConfig) -> Dataset | None:
         heldout=split(texts["heldout"]),
         source=f"counted in {file}",
     )
+
+
+def read_before(texts: list[Text]) -> Iterator[int]:
+    """Of the tokens before each answer those that an earlier answer of the same conversation ends at: stored once."""
+    stop, document = 0, None
+    for text in texts:
+        yield stop if text.document == document and text.start >= stop else 0
+        stop, document = len(text.ids_T), text.document
 
 
 def cost_on(hardware: Hardware, cfg: DictConfig, served: Served, data: Dataset) -> TrainingCost:

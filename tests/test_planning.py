@@ -202,6 +202,17 @@ def test_the_recommendation_follows_the_costs(shared):
     assert "about the same: rent only if having the heads" in said
     slow = replace(B200, generate_tok_s=figure(1_000), capture_tok_s=figure(7_000), price_per_hour=figure(12))
     assert "no faster: do not rent" in shared(18.0, slow)[1]
+    assert "it is not worth renting" in shared(0.0)[1]
+
+
+def test_training_is_a_reason_to_rent_where_it_takes_the_time(shared):
+    assert "so training is no reason to rent: what b200_nvl8 buys is generating" in shared(15.0)[1]
+    long = replace(EPOCH, positions=100 * EPOCH.positions)
+    own, rented = (estimate(one, K25, USERS, long, "bfloat16") for one in (RTX, B200))
+    found = ways(own, rented, USERS, KIMI_K25, ASSUMED, "all", "bfloat16")
+    said = recommendation(found, own, rented, ASSUMED)
+    assert "no reason to rent" not in said
+    assert "and b200_nvl8 buys training in 5.0 h, and generating and capturing" in said
 
 
 def test_the_files_agree_with_the_peaks_that_utilisation_is_measured_against():

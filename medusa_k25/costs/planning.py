@@ -371,20 +371,25 @@ def recommendation(found: Sequence[Way], own: Estimate, rented: Estimate, assume
     there, here = rented.hardware.name, own.hardware.name
     made, made_there = own.hours("generate", "capture"), rented.hours("generate", "capture")
     worth = assumed.own_hour if own.price_per_hour is None else own.price_per_hour
-    saved, gap = home.hours - best.hours, (home.cost - best.cost) / home.cost
-    if gap < -ABOUT_THE_SAME:
+    saved = home.hours - best.hours
+    if best.cost > (1 + ABOUT_THE_SAME) * home.cost:
         verdict = "dearer: for this data it is not worth renting."
-    elif gap > ABOUT_THE_SAME:
+    elif best.cost < (1 - ABOUT_THE_SAME) * home.cost:
         verdict = "cheaper: it is worth renting."
     elif saved > 0:
         verdict = f"about the same: rent only if having the heads {duration(saved)} earlier matters."
     else:
         verdict = "about the same, and no faster: do not rent."
+    trained, trained_there = own.hours("train"), rented.hours("train")
+    bought = f"generating and capturing in {duration(made_there)} instead of {duration(made)}"
+    if trained < made:
+        bought = f"so training is no reason to rent: what {there} buys is {bought}"
+    else:
+        bought = f"and {there} buys training in {duration(trained_there)}, and {bought}"
     return (
         f"On {here} the whole way takes {duration(home.hours)}, {made / home.hours:.0%} of it for making the data and "
-        f"{duration(own.hours('train'))} for training, so training is no reason to rent: what {there} buys is "
-        f"generating and capturing in {duration(made_there)} instead of {duration(made)}. The cheapest way with it is "
-        f"'{best.name}': {duration(best.hours)} in all, ${best.rent:,.0f} of rent. With an hour of {here} worth "
+        f"{duration(trained)} for training, {bought}. The cheapest way with it is '{best.name}': "
+        f"{duration(best.hours)} in all, ${best.rent:,.0f} of rent. With an hour of {here} worth "
         f"${worth:g}, that is ${best.cost:,.0f} beside ${home.cost:,.0f} at home, {verdict}"
     )
 
