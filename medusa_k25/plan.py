@@ -30,6 +30,7 @@ from medusa_k25.costs.learning_curve import Measured, fit_curve
 from medusa_k25.costs.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
 from medusa_k25.costs.served import KIMI_K25, Served
 from medusa_k25.costs.training import TrainingCost, peak_flops
+from medusa_k25.costs.verdict import SHOWN_SIZES
 from medusa_k25.data.texts import Text, holds_messages, texts_of_conversations
 from medusa_k25.reports.plan import Pilot, Plan, markdown, text
 from medusa_k25.reports.report import read_report, update_report
@@ -38,7 +39,6 @@ from medusa_k25.target_builders import find_checkpoint
 
 CALIBRATION_S = 5.0
 LEAST_POSITIONS = 64
-NODES = (2, 4, 8, 16)  # tree sizes whose break-even is shown, besides the experiment's
 
 
 @verb("plan", "hardware", "heads", "loss", "optimizer")
@@ -70,7 +70,7 @@ def main(cfg: DictConfig) -> None:
         rented = estimate(alternative, costs[alternative.name], data, run, dtype, machines=cfg.trainer.num_nodes)
         shared = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
         advice = recommendation(shared, own, rented, assumptions)
-    sizes = sorted({*NODES} | ({cfg.num_nodes} - {None}))
+    sizes = sorted({*SHOWN_SIZES} | ({cfg.num_nodes} - {None}))
     serving = {
         machine.name: [heads_break_even(machine, served, costs[machine.name], nodes) for nodes in sizes]
         for machine in machines
@@ -174,9 +174,9 @@ def counted(cfg: DictConfig) -> Dataset | None:
 def read_before(texts: list[Text]) -> Iterator[int]:
     """Of the tokens before each answer those that an earlier answer of the same conversation ends at: stored once."""
     stop, document = 0, None
-    for text in texts:
-        yield stop if text.document == document and text.start >= stop else 0
-        stop, document = len(text.ids_T), text.document
+    for one in texts:
+        yield stop if one.document == document and one.start >= stop else 0
+        stop, document = len(one.ids_T), one.document
 
 
 def cost_on(hardware: Hardware, cfg: DictConfig, served: Served, data: Dataset) -> TrainingCost:

@@ -139,6 +139,8 @@ def test_break_even_and_levers_are_given_for_every_size() -> None:
     assert list(lengths) == [nodes for nodes, _ in found.levers] == [2, 4, 6, 8, 16]
     assert (lengths[4], lengths[6], lengths[8]) == pytest.approx((2.0, 2.6, 3.2))
     assert "  4 nodes: 2.00 (2.00 to 2.00) at 25.0 ms, measured" in found.text()
+    assert "if drafting took no time" not in found.text()
+    assert "speculation pays, if drafting took no time\n" in verdict(chain(2.2, 2.1, 2.3), model=B200).text()
 
 
 def test_a_verdict_is_json() -> None:

@@ -294,12 +294,11 @@ class CycleModel:
         batch: int = 1,
         context: int = DEFAULT_CONTEXT,
         temperature: float = 0.0,
-        draft_ms: float = 0.0,
     ) -> Lever:
-        """With all-reduces that take `share` of their time."""
+        """With all-reduces that take `share` of their time; drafting as in `cycle` without a draft_ms."""
         if not 0 <= share <= 1:
             raise ValueError(f"faster all-reduces take a share of their time, 0 to 1, got {share}")
-        cycle = self.cycle(nodes, batch, context, temperature, draft_ms)
+        cycle = self.cycle(nodes, batch, context, temperature)
         plain = self.cycle(1, batch, context, temperature)
         today = self.baseline_tok_s(batch, context, temperature)
         saved, plain_saved = ((1 - share) * each.parts[ALL_REDUCES] for each in (cycle, plain))

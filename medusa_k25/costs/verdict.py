@@ -23,7 +23,7 @@ from medusa_k25.data.texts import temperature_note
 
 PAYS, PAYS_NOT, TOO_CLOSE = "pays", "does not pay", "too close to call"
 NOTHING = "none"
-SHOWN_SIZES = (2, 4, 8, 16)  # whose break-even is given, besides those of the candidates
+SHOWN_SIZES = (2, 4, 8, 16)  # whose break-even is given, besides those that are asked for
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Verdict:
     baseline_tok_s: float
     rows: tuple[VerdictRow, ...]  # the fastest first
     sentence: str
-    break_even: tuple[BreakEven, ...]  # by nodes
+    break_even: tuple[BreakEven, ...]  # by nodes; without drafting, except where passes were measured with it
     levers: tuple[tuple[int, Lever], ...]  # by nodes
     assumptions: tuple[str, ...]
 
@@ -93,6 +93,8 @@ class Verdict:
                 f"{'' if row.candidate.served else ', replayed only'}"
             )
         lines += ["", self.sentence, "", "acceptance length from which speculation pays"]
+        if any(each.basis == FROM_PARTS for each in self.break_even):
+            lines[-1] += ", if drafting took no time"
         lines += [
             f"  {each.nodes:3} nodes: {each.length:.2f} ({each.low:.2f} to {each.high:.2f}) at {each.cycle_ms:.1f} ms, "
             f"{each.basis}"
