@@ -85,6 +85,11 @@ def test_every_rank_reads_the_whole_latent_cache() -> None:
     assert longer == pytest.approx(1000 * 32768 * 70272 / (1.792e12 * 0.6))
 
 
+def test_every_rank_reads_its_share_of_heads_that_can_be_cut() -> None:
+    cut = CycleModel(RTX.hardware, replace(KIMI_K25, kv_shares=4))
+    assert cut.parts(1, 1, 32768)["context"] == pytest.approx(RTX.parts(1, 1, 32768)["context"] / 4)
+
+
 def test_drafting() -> None:
     """411 MB of blocks a rank in 0.38 ms, its lm_head in 0.27, a gather of about 0.2."""
     one = heads_draft_ms(RTX.hardware, KIMI_K25, 4)
@@ -103,6 +108,8 @@ def test_faster_all_reduces_are_another_way() -> None:
     assert lever.break_even_today == pytest.approx((30 - saved) * 0.082)
     assert lever.baseline_tok_s == pytest.approx(1000 / (1000 / 82 - 22 / 48 * 122 * 0.051))
     assert 1.5 < lever.break_even_today < lever.break_even < 2.46
+    short = CycleModel(replace(RTX.hardware, cycles=(Point(4, 1, 1024, 0.0, 5, "measured", "test"),)), KIMI_K25)
+    assert short.faster_allreduces(4, share=0).cycle_ms == RTX.parts(4, 1, 1024)["fixed"]  # no pass takes less
     same = RTX.faster_allreduces(4, share=1.0)
     assert (same.cycle_ms, same.break_even) == pytest.approx((30, 2.46))
 
@@ -223,6 +230,14 @@ def test_at_break_even_nothing_is_won(model: CycleModel, place: tuple[int, int, 
     assume(even.length >= 1)
     speed = model.speed(nodes, length(even.length), batch, context, draft_ms=draft_ms)
     assert speed.ratio == pytest.approx(1)
+
+
+def test_the_usual_context_is_the_measured_one_nearest_to_1024() -> None:
+    points = tuple(
+        Point(1, batch, context, 0.0, 12, "measured", "test") for batch, context in ((1, 128), (1, 2048), (8, 1024))
+    )
+    assert CycleModel(replace(RTX.hardware, cycles=points), KIMI_K25).usual_context == 2048
+    assert CycleModel(replace(RTX.hardware, cycles=()), KIMI_K25).usual_context == 1024
 
 
 def test_a_speed_takes_the_intervals_of_length_and_cycle() -> None:

@@ -79,6 +79,8 @@ def test_making_the_data_takes_the_hours():
     assert estimated.hours("train") < 0.05 * estimated.hours("generate", "capture")
     twice = estimate(RTX, K25, data, EPOCH, "bfloat16", machines=2)
     assert twice.hours("generate") == estimated.hours("generate") / 2
+    assert twice.hours("capture") == estimated.hours("capture") / 2
+    assert estimate(B200, K25, data, EPOCH, "bfloat16", machines=2).price_per_hour == 2 * 40
 
 
 def test_own_lm_heads_take_their_state():
@@ -100,6 +102,8 @@ def test_a_slow_disk_makes_training_longer_and_no_other_stage():
     slow = estimate(replace(B200, disk_gb_s=figure(fast.read_gb_s / 2)), K25, USERS, EPOCH, "bfloat16")
     unknown = estimate(replace(B200, disk_gb_s=None), K25, USERS, EPOCH, "bfloat16")
     assert slow.hours("train") == pytest.approx(2 * fast.hours("train"))
+    two = estimate(slow.hardware, K25, USERS, EPOCH, "bfloat16", machines=2)  # each has a disk
+    assert two.hours("train") == pytest.approx(fast.hours("train"))
     assert unknown.hours() == fast.hours()
     assert slow.hours() - slow.hours("train") == pytest.approx(fast.hours() - fast.hours("train"))
 
@@ -191,6 +195,13 @@ def test_the_ways_add_up(shared):
     assert fp8.moved == pytest.approx(0.75 / 2 * states.moved, rel=0.01)
     assert rows.moved < 0.002 * states.moved  # text, not states
     assert mostly_home.own_hours == pytest.approx(7.7, abs=0.05)
+
+
+def test_states_move_as_fast_as_the_slower_line():
+    own = estimate(replace(RTX, network_gbit_s=figure(100)), K25, USERS, EPOCH, "bfloat16")
+    rented = estimate(B200, K25, USERS, EPOCH, "bfloat16")
+    states = ways(own, rented, USERS, KIMI_K25, ASSUMED, "all", "bfloat16")[2]
+    assert states.moving_hours == pytest.approx(transfer_hours(states.moved, 10))
 
 
 def test_the_recommendation_follows_the_costs(shared):
