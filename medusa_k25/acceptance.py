@@ -309,7 +309,7 @@ def tree_sizes(
 
 
 def some_of(texts: Sequence[Text], most_tokens: int | None) -> list[Text]:
-    """At most so many tokens of answers (None: all), but one conversation at least: whole ones, by a hash of their ids."""
+    """At most so many tokens of answers (None: all): whole conversations, one at least, by a hash of their ids."""
     if most_tokens is None or sum(text.num_states for text in texts) <= most_tokens:
         return list(texts)
     tokens_of = Counter[str]()
