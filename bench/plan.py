@@ -69,7 +69,7 @@ def main() -> None:
         served, hardware = plan.served_of(config.target), instantiate(config.hardware)
         data = instantiate(config.plan).dataset(plan.counted(config))
         cost = plan.cost_on(hardware, config, served, data)
-        run = planned_run(data, STEPS, cost.N, STEPS // VALIDATIONS, None)
+        run = planned_run(data, STEPS, cost.N, STEPS // VALIDATIONS, None, config.evaluate.most_tokens)
         speeds = [plan.calibrated(config, cost, hardware, time.process_time)]
         child = [sys.executable, "-m", "bench.plan", "--measure", *arguments]
         done = subprocess.run(child, capture_output=True, text=True, check=False)

@@ -16,9 +16,9 @@
 # plan.samples=N sets the size of what is planned, default 37000, of answers as long as the pilot's
 # EXP, GPUS_PER_NODE, FABRIC, PYTHON as in single_node.sh
 #
-# Expected for Kimi-K2.5 on 8 RTX PRO 6000 (estimates): 0.75 M tokens of answers in 6 minutes, their states in 2, the three
-# trainings in minutes. The same command goes on where it was stopped. Prints the plan with its learning curve, and
-# leaves it in runs/NAME/plan.md.
+# Expected for Kimi-K2.5 on 8 RTX PRO 6000 (estimates): 0.75 M tokens of answers in 6 minutes, their states in 2, the
+# three trainings in minutes. The same command goes on where it was stopped. Prints the plan with its learning curve,
+# and leaves it in runs/NAME/plan.md.
 #
 # Ends with 0 when the plan is written, else with the status of the first step that failed; 2 when the command is wrong.
 set -euo pipefail

@@ -264,10 +264,12 @@ class Replayed:
 def ranks_of(
     heads: Heads, lm_head_MD: Tensor, vocabulary: DraftVocabulary, cache: Cache, texts: Mapping[Split, Sequence[Text]]
 ) -> dict[Text, Tensor]:
-    """`answer_ranks` of every text. texts: of `texts_of_cache`, whole splits."""
+    """`answer_ranks` of every text. texts: of `texts_of_cache`, in its order; of each conversation all or none."""
     ranks: dict[Text, Tensor] = {}
     for split, some in texts.items():
-        found = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents_of(cache, split))
+        wanted = {text.document for text in some}
+        documents = [document for document in documents_of(cache, split) if document.id in wanted]
+        found = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents)
         ranks |= zip(some, found, strict=True)
     return ranks
 
@@ -307,7 +309,7 @@ def tree_sizes(
 
 
 def some_of(texts: Sequence[Text], most_tokens: int | None) -> list[Text]:
-    """At most so many tokens of answers (None: all): whole conversations, in the order of a hash of their ids."""
+    """At most so many tokens of answers (None: all): whole conversations, one at least, by a hash of their ids."""
     if most_tokens is None or sum(text.num_states for text in texts) <= most_tokens:
         return list(texts)
     tokens_of = Counter[str]()
@@ -389,16 +391,19 @@ class Evaluator:
         return predictors
 
     def sizes(self, predictor: Predictor) -> Sequence[int]:
-        """Those of `num_nodes` that it can fill: a tree of heads has no more nodes than calibration text has paths."""
+        """Those of `num_nodes` that it can fill: a tree of heads has no more nodes than calibration text has paths.
+
+        ValueError where it can fill none.
+        """
         heads = predictor.heads if isinstance(predictor, HeadsBesideLookup) else predictor
         if not isinstance(heads, HeadsTree):
             return self.num_nodes
         if heads.name == CHAIN:
             return range(2, heads.growth.most_nodes + 1)
-        fitting = [n for n in self.num_nodes if n <= heads.growth.most_nodes]
-        if not fitting:
+        sizes = [n for n in self.num_nodes if n <= heads.growth.most_nodes]
+        if not sizes:
             heads.growth.tree(self.num_nodes[0])  # says how many there are
-        return fitting
+        return sizes
 
     def run(
         self, replayed: Replayed, predictors: Sequence[Predictor], ranks: Mapping[Text, Tensor] | None = None

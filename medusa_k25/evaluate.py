@@ -26,6 +26,7 @@ from medusa_k25.acceptance import (
     HeadsTree,
     Predictor,
     Replayed,
+    Row,
     drawn,
     ranks_of,
 )
@@ -35,10 +36,10 @@ from medusa_k25.chat import ChatMarks, think_ids_of
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import ConfigError, verb
 from medusa_k25.conversations import default_device
-from medusa_k25.costs.cycle import CycleModel, heads_draft_ms
+from medusa_k25.costs.cycle import CycleModel, Length, heads_draft_ms
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.costs.served import KIMI_K25_NAME
-from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, length_of, published_candidates
+from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, published_candidates
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
 from medusa_k25.reports.evaluation import write_page
@@ -48,12 +49,14 @@ from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load
 
 @dataclass(frozen=True)
 class Evidence:
-    """Text that the target has generated, and the ranks of the heads' labels in it, where there are heads.
+    """Text that the target has generated, and where there are heads the ranks of their labels in what is replayed.
 
-    target: whose text it is. passes: what a pass costs. draft_ms: of the heads, by predictor.
+    train: for predictors that draft from it. target: whose text it is. passes: what a pass costs. draft_ms: of the
+    heads, by predictor.
     """
 
-    texts: Mapping[Split, Sequence[Text]]
+    train: Sequence[Text]
+    replayed: Replayed
     ranks: Mapping[Text, Tensor] | None
     target: str
     passes: CycleModel
@@ -65,8 +68,8 @@ class Evidence:
 def main(cfg: DictConfig) -> None:
     evaluator: Evaluator = instantiate(cfg.evaluate)
     run_dir, hardware = Path(cfg.run_dir), instantiate(cfg.hardware)
-    evidence = of_conversations(cfg, hardware) if reads_conversations(cfg) else of_cache(cfg, hardware)
-    evaluation, verdict, section = judged(evaluator, evidence)
+    read = of_conversations if reads_conversations(cfg) else of_cache
+    evaluation, verdict, section = judged(evaluator, read(cfg, hardware, evaluator))
     print(f"{acceptance_table(evaluation)}\n\n{verdict.text()}")
     update_report(run_dir, "evaluate", section)
     print(f"\nwrote {write_page(run_dir)}")
@@ -74,18 +77,18 @@ def main(cfg: DictConfig) -> None:
 
 def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdict, dict[str, Any]]:
     """What is accepted, whether it pays, and all of it as the section "evaluate" of report.json."""
-    replayed = evaluator.replayed(evidence.texts)
-    predictors = evaluator.predictors(evidence.texts["train"], replayed, evidence.ranks)
+    replayed = evidence.replayed
+    predictors = evaluator.predictors(evidence.train, replayed, evidence.ranks)
     evaluation = evaluator.run(replayed, predictors, evidence.ranks)
 
-    found = temperatures_of(replayed.heldout)
-    of_text = found.pop() if len(found) == 1 else None
+    sampled = temperatures_of(replayed.heldout)
+    of_text = next(iter(sampled)) if len(sampled) == 1 else None
     temperature = evaluator.temperature if evaluator.temperature is not None else of_text or 0.0
     context = evaluator.context if evaluator.context is not None else evidence.passes.usual_context
     place = (evaluator.batch, context, temperature)
     own = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
     candidates = [*own, *published_candidates(evidence.passes)]
-    verdict = judge(evidence.passes, candidates, evidence.target, *place, of_text)
+    verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled)
 
     chosen = next(row.candidate for row in verdict.rows if row.candidate in own)
     by_name = {predictor.name: predictor for predictor in predictors}
@@ -110,12 +113,12 @@ def broken_down(predictor: Predictor, replayed: Replayed, num_nodes: int) -> dic
     return break_down(replayed.heldout, passes, replayed.resampling, num_nodes).as_json()
 
 
-def speeds(rows: Sequence[Any], evidence: Evidence, place: tuple[int, int, float]) -> dict[str, Any]:
+def speeds(rows: Sequence[Row], evidence: Evidence, place: tuple[int, int, float]) -> dict[str, Any]:
     """predictor -> [[nodes, tokens/s, low, high, what the cycle is based on], ..]"""
     found: dict[str, Any] = {}
     for row in rows:
         drafting = evidence.draft_ms.get(row.predictor, 0.0)
-        speed = evidence.passes.speed(row.num_nodes, length_of(row), *place, drafting)
+        speed = evidence.passes.speed(row.num_nodes, Length.around(row.every.length, row.interval), *place, drafting)
         point = [row.num_nodes, speed.tok_s, speed.low_tok_s, speed.high_tok_s, speed.cycle.basis]
         found.setdefault(row.predictor, []).append(point)
     return found
@@ -133,13 +136,14 @@ def reads_conversations(cfg: DictConfig) -> bool:
     return not (cache / "manifest.json").exists() and Path(cfg.conversations).exists()
 
 
-def of_conversations(cfg: DictConfig, hardware: Hardware) -> Evidence:
+def of_conversations(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evidence:
     """Opens the target only where nothing else knows what is needed of it."""
     file, made_from = Path(cfg.conversations), {"conversations": str(cfg.conversations)}
     renders = holds_messages(file)
     if cfg.tokenizer is None and not renders and hardware.is_of(KIMI_K25_NAME):
         texts = texts_of_conversations(file, None, (KIMI_THINK_ID, KIMI_THINK_END_ID))
-        return Evidence(texts, None, hardware.target, CycleModel.on(hardware, file.parent), {}, made_from)
+        passes, replayed = CycleModel.on(hardware, file.parent), evaluator.replayed(texts)
+        return Evidence(texts["train"], replayed, None, hardware.target, passes, {}, made_from)
     if cfg.tokenizer is not None:
         name, folder = hardware.target, Path(cfg.tokenizer)
         tokenizer = load_tokenizer(folder, cfg.target.get("trust_remote_code", False))
@@ -149,21 +153,23 @@ def of_conversations(cfg: DictConfig, hardware: Hardware) -> Evidence:
         name, folder, tokenizer, end_ids = target.name, target.path, target.load_tokenizer(), target.end_ids
     marks = ChatMarks.read(tokenizer, end_ids, folder) if renders else None
     texts = texts_of_conversations(file, marks, think_ids_of(tokenizer))
-    return Evidence(texts, None, name, CycleModel.on(hardware, folder), {}, made_from)
+    passes, replayed = CycleModel.on(hardware, folder), evaluator.replayed(texts)
+    return Evidence(texts["train"], replayed, None, name, passes, {}, made_from)
 
 
-def of_cache(cfg: DictConfig, hardware: Hardware) -> Evidence:
+def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evidence:
     target = instantiate(cfg.target)
     cache = Cache.open(Path(cfg.cache), target)
     think_ids = think_ids_of(target.load_tokenizer())
     texts = {split: texts_of_cache(cache, split, think_ids) for split in SPLITS}
+    replayed = evaluator.replayed(texts)
     passes = CycleModel.on(hardware, target.path)
     made_from = {"cache_fingerprint": cache.fingerprint}
     checkpoints = Path(cfg.run_dir) / "checkpoints"
     if cfg.checkpoint is None or (cfg.checkpoint == "best" and not complete_checkpoints(checkpoints)):
         if cfg.checkpoint is not None:
             print(f"no checkpoint in {checkpoints}: for the predictors alone that need no training")
-        return Evidence(texts, None, target.name, passes, {}, made_from)
+        return Evidence(texts["train"], replayed, None, target.name, passes, {}, made_from)
     checkpoint = load_heads(find_checkpoint(checkpoints, cfg.checkpoint))
     checkpoint.refuse_other_target(target)
     if not cfg.allow_other_cache:
@@ -171,12 +177,13 @@ def of_cache(cfg: DictConfig, hardware: Hardware) -> Evidence:
     device = default_device()
     heads, vocabulary = checkpoint.heads.to(device), checkpoint.vocabulary
     lm_head_MD = vocabulary.rows(target.lm_head).to(device, torch.float32)
-    reported: dict[Split, list[Text]] = {split: texts[split] for split in ("calibration", "heldout")}
+    reported: dict[Split, Sequence[Text]] = {"calibration": replayed.calibration, "heldout": replayed.heldout}
     ranks = ranks_of(heads, lm_head_MD, vocabulary, cache, reported)
     blocks = checkpoint.record["heads"]["num_blocks"]
     draft_ms = heads_draft_ms(hardware, passes.served, heads.num_heads, blocks, len(vocabulary))
     return Evidence(
-        texts,
+        texts["train"],
+        replayed,
         ranks,
         target.name,
         passes,

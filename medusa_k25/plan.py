@@ -10,7 +10,7 @@ training step on this machine, which is to be the one that `hardware` describes.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +30,7 @@ from medusa_k25.costs.learning_curve import Measured, fit_curve
 from medusa_k25.costs.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
 from medusa_k25.costs.served import KIMI_K25, Served
 from medusa_k25.costs.training import TrainingCost, peak_flops
+from medusa_k25.costs.verdict import SHOWN_SIZES
 from medusa_k25.data.texts import Text, holds_messages, texts_of_conversations
 from medusa_k25.reports.plan import Pilot, Plan, markdown, text
 from medusa_k25.reports.report import read_report, update_report
@@ -38,7 +39,6 @@ from medusa_k25.target_builders import find_checkpoint
 
 CALIBRATION_S = 5.0
 LEAST_POSITIONS = 64
-NODES = (2, 4, 8, 16)  # tree sizes whose break-even is shown, besides the experiment's
 
 
 @verb("plan", "hardware", "heads", "loss", "optimizer")
@@ -61,6 +61,7 @@ def main(cfg: DictConfig) -> None:
         positions_a_step,
         cfg.trainer.val_check_interval,
         None if most_answers is None else most_answers * own_cost.world_size,
+        cfg.evaluate.most_tokens,
     )
     storage, dtype = cfg.capture.storage, cfg.capture.storage_dtype
     own = estimate(hardware, own_cost, data, run, dtype, measured, cfg.trainer.num_nodes)
@@ -69,7 +70,7 @@ def main(cfg: DictConfig) -> None:
         rented = estimate(alternative, costs[alternative.name], data, run, dtype, machines=cfg.trainer.num_nodes)
         shared = tuple(ways(own, rented, data, served, assumptions, storage, dtype))
         advice = recommendation(shared, own, rented, assumptions)
-    sizes = sorted({*NODES} | ({cfg.num_nodes} - {None}))
+    sizes = sorted({*SHOWN_SIZES} | ({cfg.num_nodes} - {None}))
     serving = {
         machine.name: [heads_break_even(machine, served, costs[machine.name], nodes) for nodes in sizes]
         for machine in machines
@@ -157,9 +158,10 @@ def counted(cfg: DictConfig) -> Dataset | None:
     if not every:
         raise ValueError(f"{file} holds no answer of at least two tokens; there is nothing to count")
     answers = [len(one.answer_T) for one in every]
+    prompts = sum(one.start - read for one, read in zip(every, read_before(every), strict=True))
     return Dataset(
         samples=len(every),
-        prompt_tokens=sum(one.start for one in every),
+        prompt_tokens=prompts,
         answer_tokens=sum(answers),
         longest_answer=max(answers),
         train=split(texts["train"]),
@@ -167,6 +169,14 @@ def counted(cfg: DictConfig) -> Dataset | None:
         heldout=split(texts["heldout"]),
         source=f"counted in {file}",
     )
+
+
+def read_before(texts: list[Text]) -> Iterator[int]:
+    """Of the tokens before each answer those that an earlier answer of the same conversation ends at: stored once."""
+    stop, document = 0, None
+    for one in texts:
+        yield stop if one.document == document and one.start >= stop else 0
+        stop, document = len(one.ids_T), one.document
 
 
 def cost_on(hardware: Hardware, cfg: DictConfig, served: Served, data: Dataset) -> TrainingCost:

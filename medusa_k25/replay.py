@@ -12,7 +12,7 @@ Text that was sampled at a temperature is walked the same way. A verify pass tha
 token that the target samples there (SGLang's rule for a static draft, too: kept with the probability p(draft)), and the
 text holds such a sample. So the share of positions where a draft equals the text is an unbiased estimate of its
 acceptance at that temperature and top-p, and at no other: in greedy text the token is always the likeliest one, which
-flatters every draft that often is. `texts.temperature_note` says where the two differ.
+flatters every draft that often is. A verdict says where the two differ.
 
 Letters: S states of one answer, N of all, K heads, D hidden, M draft vocabulary, I texts, P passes, C documents,
 B resamples.
@@ -59,16 +59,6 @@ class Acceptance:
         return Acceptance(
             self.answers + other.answers, self.passes + other.passes, self.emitted + other.emitted, accepted
         )
-
-
-def require_length(length: float, of: str) -> float:
-    """An acceptance length that somebody typed in, if it can be one."""
-    if not 1 <= length < float("inf"):
-        raise ValueError(
-            f"{of}: an acceptance length of {length:g}; expected 1 or more, since every verify pass emits the target's "
-            "own token (tokens emitted a pass, without the one that prefill emits)"
-        )
-    return length
 
 
 def walk(accepted_S: Sequence[int]) -> Acceptance:

@@ -115,7 +115,7 @@ class WandbRun(Logger):
         self._with_run(lambda run: run.log({**_heads(metrics), STEP: step}))
 
     def log_evaluation(self, evaluation: Mapping[str, Any], step: int) -> None:
-        """Acceptance length of every predictor and tree size, as a table and a picture. `rows`: of report.json."""
+        """Acceptance length of every predictor and size, as a table and a picture. evaluation: of report.json."""
         self._with_run(lambda run: run.log({**_evaluation(evaluation), STEP: step}))
 
     def log_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
@@ -213,7 +213,6 @@ def _evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     import wandb
 
     rows = evaluation["rows"]
-
     columns: list[str | int] = ["predictor", "nodes", "acceptance length", "low", "high", "without loops"]
     data = [
         [row["predictor"], row["num_nodes"], row["every"]["length"], *row["interval"], row["without_loops"]["length"]]

@@ -34,6 +34,9 @@ def test_clear_points_outweigh_what_exponents_usually_are():
 @given(st.lists(st.floats(1, 5), min_size=2, max_size=5))
 def test_no_fit_says_that_data_hurt_or_that_a_pass_emits_more_than_it_can(lengths):
     curve = fit_curve([Measured(2_000 * 2**i, length) for i, length in enumerate(lengths)], most=5)
+    for positions in (1e3, 1e6, 1e9):
+        low, high = curve.interval(positions)
+        assert low <= curve.at(positions) <= high
     for fit in curve.possible:
         assert fit.b >= 0 and fit.a <= 5
         assert fit.at(1e9) >= fit.at(1e4)

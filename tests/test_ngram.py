@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_k25.data.texts import Text
-from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
+from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus, places_in
 from medusa_k25.ngram.engine import BREADTH_STEP, PADDING, TRIE_DEPTH, Corpus, EngineNgram, draft_tree, suffix_order
 from medusa_k25.ngram.lookup import Lookup
 from medusa_k25.replay import walk_all
@@ -249,6 +250,12 @@ def random_texts(count: int, seed: int, words: int = 12) -> list[Text]:
 
 def acceptance(predictor: EngineNgram, some: Sequence[Text], num_nodes: int) -> float:
     return walk_all(predictor.accepted(some, num_nodes)).acceptance.length
+
+
+@given(st.sets(st.integers(0, 20)), st.lists(st.integers(0, 20)))
+def test_places_of_what_a_sorted_array_holds(held: set[int], values: list[int]) -> None:
+    sorted_U = np.array(sorted(held), dtype=np.int64)
+    assert sorted_U[places_in(sorted_U, np.array(values, dtype=np.int64))].tolist() == sorted(held & {*values})
 
 
 def test_the_corpus_holds_what_calibration_text_repeats_within_its_limit():

@@ -139,6 +139,12 @@ def test_messages_are_counted_with_a_tokenizer_alone(planned, tiny_llama, tmp_pa
     data = planned(K25, NOWHERE, f"conversations={file}", f"tokenizer={tiny_llama.path}")[0]["data"]
     assert data["samples"] == 3
     assert data["answer_tokens"] >= 3 * len(tiny_llama.load_tokenizer()("its answer")["input_ids"])
+    file.write_text(json.dumps({"id": "0", "messages": turns}) + "\n" + json.dumps({"id": "1", "messages": 3 * turns}))
+    both = planned(K25, NOWHERE, f"conversations={file}", f"tokenizer={tiny_llama.path}")[0]["data"]
+    per_answer = (data["prompt_tokens"] + data["answer_tokens"]) / 3
+    assert both["samples"] == 4
+    # what was said before an answer is counted once, as it is captured once
+    assert both["prompt_tokens"] + both["answer_tokens"] == pytest.approx(4 * per_answer, rel=0.1)
     with pytest.raises(ValueError, match="name the target's tokenizer, tokenizer=FOLDER"):
         planned(K25, NOWHERE, f"conversations={file}")
 

@@ -28,7 +28,8 @@ from medusa_k25.costs.training import PEAK_FLOPS
 from tests.test_costs import K25, D
 
 ASSUMED = Assumptions(None, None, None, 16_384, setup_hours=1.0, own_hour=15.0)
-EPOCH = Run(positions=74_000_000, validated=0, steps=1)  # an epoch over every token, as the figures were worked out
+# An epoch over every token, as the figures were worked out.
+EPOCH = Run(positions=74_000_000, validated=0, steps=1, evaluated=0)
 
 
 def machine(name: str) -> Hardware:
@@ -78,6 +79,8 @@ def test_making_the_data_takes_the_hours():
     assert estimated.hours("train") < 0.05 * estimated.hours("generate", "capture")
     twice = estimate(RTX, K25, data, EPOCH, "bfloat16", machines=2)
     assert twice.hours("generate") == estimated.hours("generate") / 2
+    assert twice.hours("capture") == estimated.hours("capture") / 2
+    assert estimate(B200, K25, data, EPOCH, "bfloat16", machines=2).price_per_hour == 2 * 40
 
 
 def test_own_lm_heads_take_their_state():
@@ -99,22 +102,32 @@ def test_a_slow_disk_makes_training_longer_and_no_other_stage():
     slow = estimate(replace(B200, disk_gb_s=figure(fast.read_gb_s / 2)), K25, USERS, EPOCH, "bfloat16")
     unknown = estimate(replace(B200, disk_gb_s=None), K25, USERS, EPOCH, "bfloat16")
     assert slow.hours("train") == pytest.approx(2 * fast.hours("train"))
+    two = estimate(slow.hardware, K25, USERS, EPOCH, "bfloat16", machines=2)  # each has a disk
+    assert two.hours("train") == pytest.approx(fast.hours("train"))
     assert unknown.hours() == fast.hours()
     assert slow.hours() - slow.hours("train") == pytest.approx(fast.hours() - fast.hours("train"))
 
 
 def test_validation_has_no_backward_pass():
-    trained = estimate(RTX, K25, USERS, Run(1_000_000, 0, 1), "bfloat16").hours("train")
-    validated = estimate(RTX, K25, USERS, Run(0, 1_000_000, 1), "bfloat16").hours("train")
+    trained = estimate(RTX, K25, USERS, Run(1_000_000, 0, 1, 0), "bfloat16").hours("train")
+    validated = estimate(RTX, K25, USERS, Run(0, 1_000_000, 1, 0), "bfloat16").hours("train")
     assert validated / trained == pytest.approx(K25.forward_flops_per_position / K25.flops_per_position)
+
+
+def test_evaluating_is_forward_work_of_one_device():
+    hours = estimate(RTX, K25, USERS, Run(0, 0, 1, evaluated=1_000_000), "bfloat16").hours("evaluate")
+    one_device = positions_per_s(K25, RTX) / K25.world_size
+    assert hours == pytest.approx(1e6 / one_device / 3600 * K25.forward_flops_per_position / K25.flops_per_position)
 
 
 def test_the_positions_of_a_run():
     data = replace(USERS, train=Split(1000, 90_000), calibration=Split(100, 10_000), heldout=Split(200, 30_000))
-    run = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=None)
+    run = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=None, most_evaluated=None)
     assert run.positions == round(95 / 1407 * 90_000)  # 1,406.25 steps an epoch, the last of which is shorter
     assert run.validated == 10 * (10_000 + 30_000 + 200 * 90)  # training text: as many answers as held-out text has
-    few = planned_run(data, steps=95, positions_a_step=64, validate_every=10, most_answers=50)
+    assert run.evaluated == 10_000 + 30_000
+    few = planned_run(data, 95, 64, validate_every=10, most_answers=50, most_evaluated=20_000)
+    assert few.evaluated == 10_000 + 20_000
     assert few.validated == 10 * (5_000 + 7_500 + 50 * 90)
 
 
@@ -184,6 +197,13 @@ def test_the_ways_add_up(shared):
     assert mostly_home.own_hours == pytest.approx(7.7, abs=0.05)
 
 
+def test_states_move_as_fast_as_the_slower_line():
+    own = estimate(replace(RTX, network_gbit_s=figure(100)), K25, USERS, EPOCH, "bfloat16")
+    rented = estimate(B200, K25, USERS, EPOCH, "bfloat16")
+    states = ways(own, rented, USERS, KIMI_K25, ASSUMED, "all", "bfloat16")[2]
+    assert states.moving_hours == pytest.approx(transfer_hours(states.moved, 10))
+
+
 def test_the_recommendation_follows_the_costs(shared):
     assert "it is not worth renting" in shared(5.0)[1]
     assert "cheaper: it is worth renting" in shared(60.0)[1]
@@ -193,6 +213,17 @@ def test_the_recommendation_follows_the_costs(shared):
     assert "about the same: rent only if having the heads" in said
     slow = replace(B200, generate_tok_s=figure(1_000), capture_tok_s=figure(7_000), price_per_hour=figure(12))
     assert "no faster: do not rent" in shared(18.0, slow)[1]
+    assert "it is not worth renting" in shared(0.0)[1]
+
+
+def test_training_is_a_reason_to_rent_where_it_takes_the_time(shared):
+    assert "so training is no reason to rent: what b200_nvl8 buys is generating" in shared(15.0)[1]
+    long = replace(EPOCH, positions=100 * EPOCH.positions)
+    own, rented = (estimate(one, K25, USERS, long, "bfloat16") for one in (RTX, B200))
+    found = ways(own, rented, USERS, KIMI_K25, ASSUMED, "all", "bfloat16")
+    said = recommendation(found, own, rented, ASSUMED)
+    assert "no reason to rent" not in said
+    assert "and b200_nvl8 buys training in 5.0 h, and generating and capturing" in said
 
 
 def test_the_files_agree_with_the_peaks_that_utilisation_is_measured_against():

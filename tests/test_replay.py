@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from medusa_k25.data.labels import IGNORE
+from medusa_k25.data.texts import Text
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.metrics import MISS
-from medusa_k25.ngram.lookup import ngram_accepted
+from medusa_k25.ngram.lookup import Lookup
 from medusa_k25.replay import (
     Acceptance,
     Resampling,
@@ -20,7 +22,6 @@ from medusa_k25.replay import (
     grow,
     grow_where_walks_stop,
     replay,
-    require_length,
     walk,
     walk_all,
 )
@@ -209,13 +210,6 @@ def test_one_document_says_nothing_about_others():
     assert Resampling(["a", "a"]).interval(passes, 5) == (1.0, 5.0)
 
 
-@pytest.mark.parametrize("length", [0.99, 0.0, -1.0, float("nan"), float("inf")])
-def test_an_acceptance_length_that_cannot_be_is_refused(length):
-    with pytest.raises(ValueError, match="some drafter: an acceptance length of .*; expected 1 or more"):
-        require_length(length, "some drafter")
-    assert require_length(1.0, "some drafter") == 1.0
-
-
 def test_sampled_text_tells_what_a_server_accepts_at_its_temperature_and_greedy_text_does_not():
     """The target is a Markov chain of 5 tokens. The drafts below a root are the two likeliest tokens that follow it.
 
@@ -263,6 +257,12 @@ def test_sampled_text_tells_what_a_server_accepts_at_its_temperature_and_greedy_
 
 #        position: 0  1  2  3  4  5  6  7  8
 LOOKUP = torch.tensor([5, 6, 7, 8, 5, 6, 7, 9, 5])
+
+
+def ngram_accepted(ids_T: Tensor, first_root: int, num_drafts: int, longest: int = 4) -> Tensor:
+    """Of the one answer that runs from position `first_root` to the end of `ids_T`: int64 [S]."""
+    text = Text(ids_T, first_root, "", None, None, None)
+    return Lookup("n-gram lookup", longest).accepted([text], num_drafts + 1)[0]
 
 
 def test_ngram_lookup_by_hand():

@@ -4,9 +4,7 @@ import re
 
 import pytest
 
-from medusa_k25.acceptance import Evaluation, Row
-from medusa_k25.data.splits import Split
-from medusa_k25.data.texts import Text
+from medusa_k25.acceptance import Evaluation, Replayed, Row
 from medusa_k25.evaluate import Evidence, judged
 from medusa_k25.replay import walk
 from medusa_k25.reports.evaluation import write_page
@@ -57,8 +55,8 @@ def test_sections_are_kept_side_by_side(tmp_path):
 def section():
     """Of made-up text, at the passes of 8 GPUs."""
     (heldout, ranks), (calibration, more), (train, _) = made_up(1, 9), made_up(2, 12), made_up(3, 6)
-    texts: dict[Split, list[Text]] = {"heldout": heldout, "calibration": calibration, "train": train}
-    evidence = Evidence(texts, ranks | more, "kimi_k25", RTX, {}, {"checkpoint": "step <1>"})
+    replayed = Replayed(heldout, calibration)
+    evidence = Evidence(train, replayed, ranks | more, "kimi_k25", RTX, {}, {"checkpoint": "step <1>"})
     return judged(evaluator_of(2, 4, 9), evidence)[2]
 
 
@@ -86,7 +84,7 @@ def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, section)
 
 def test_a_page_without_heads(tmp_path):
     (heldout, _), (calibration, _) = made_up(1, 9), made_up(2, 12)
-    evidence = Evidence({"heldout": heldout, "calibration": calibration, "train": []}, None, "kimi_k25", RTX, {}, {})
+    evidence = Evidence([], Replayed(heldout, calibration), None, "kimi_k25", RTX, {}, {})
     evaluation, _, section = judged(evaluator_of(2, 4), evidence)
     assert "head " not in acceptance_table(evaluation)
     update_report(tmp_path, "evaluate", section)

@@ -154,11 +154,10 @@ def test_text_of_another_temperature_is_told(tmp_path):
         return [replace(text, temperature=temperature) for temperature in temperatures]
 
     assert temperatures_of(texts(0.6, 0.6, None)) == {0.6, None}
-    assert temperature_note(texts(0.6, 0.6), 0.6) is None
+    assert temperature_note({0.6}, 0.6) is None
+    assert "is unknown" in str(temperature_note({None}, 0.6))
     for temperatures, serving, said in (
-        ([0.0], 0.6, "sampled at temperature 0, not at the 0.6 asked for"),
-        ([0.0, 1.0, None], 1.0, "at temperature 0, 1 and an unknown temperature, not at the 1"),
+        ({0.0}, 0.6, "sampled at temperature 0, not all at the 0.6 that"),
+        ({0.0, 1.0, None}, 1.0, "at temperature 0, 1 and an unknown one, not all at the 1"),
     ):
-        note = temperature_note(texts(*temperatures), serving)
-        assert note is not None
-        assert said in note
+        assert said in str(temperature_note(temperatures, serving))

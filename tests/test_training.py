@@ -501,6 +501,8 @@ def test_trained_heads_beat_untrained_ones_in_the_report(config, cache, tiny_k25
         replayed = evaluator.replayed(texts)
         del texts["train"]
         ranks = ranks_of(heads, lm_head_MD, best.vocabulary, cache, texts)
+        one = texts["heldout"][-1]
+        assert ranks_of(heads, lm_head_MD, best.vocabulary, cache, {"heldout": [one]})[one].equal(ranks[one])
         return evaluator.run(replayed, evaluator.predictors([], replayed, ranks), ranks)
 
     evaluation, untrained = evaluate(best.heads), evaluate(type(best.heads)(tiny_k25.hidden_size))

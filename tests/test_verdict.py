@@ -29,7 +29,7 @@ MEASURED = CycleModel(
 def verdict(
     *candidates: Candidate, model: CycleModel = MEASURED, target: str = K25, temperature: float = 0.0
 ) -> Verdict:
-    return judge(model, candidates, target, text_temperature=temperature)
+    return judge(model, candidates, target, text_temperatures={temperature})
 
 
 def chain(mean: float, low: float, high: float, nodes: int = 4, name: str = "Medusa chain") -> Candidate:
@@ -38,8 +38,8 @@ def chain(mean: float, low: float, high: float, nodes: int = 4, name: str = "Med
 
 def test_something_pays() -> None:
     found = verdict(chain(2.2, 2.1, 2.3), chain(2.5, 2.4, 2.6, nodes=8, name="Medusa best tree"))
-    assert found.best.candidate.predictor == "Medusa chain" and found.best.outcome == "pays"
-    assert found.best.speed.tok_s == pytest.approx(88)
+    assert found.rows[0].candidate.predictor == "Medusa chain" and found.rows[0].outcome == "pays"
+    assert found.rows[0].speed.tok_s == pytest.approx(88)
     assert found.sentence == (
         "Medusa chain with 4 nodes pays: 88.0 tokens/s (84.0 to 92.0) against 80.0 without speculation, 1.10x."
     )
@@ -59,7 +59,7 @@ def test_nothing_pays() -> None:
 @pytest.mark.parametrize(("low", "high"), [(1.9, 2.1), (2.0, 2.2), (1.7, 2.0)])
 def test_inside_the_interval_it_is_too_close_to_call(low: float, high: float) -> None:
     found = verdict(chain((low + high) / 2, low, high))
-    assert found.best.outcome == "too close to call"
+    assert found.rows[0].outcome == "too close to call"
     assert found.sentence.startswith("Too close to call: the best is Medusa chain with 4 nodes")
     assert "an acceptance length of 2.00 at this cycle" in found.sentence
 
@@ -69,12 +69,12 @@ def test_the_cost_has_an_interval_too() -> None:
     cycle = B200.cycle(16)
     between = B200.baseline_tok_s() * (cycle.ms + cycle.high_ms) / 2000
     found = verdict(chain(between, between, between, nodes=16), model=B200)
-    assert found.best.speed.ratio > 1 and found.best.outcome == "too close to call"
+    assert found.rows[0].speed.ratio > 1 and found.rows[0].outcome == "too close to call"
 
 
 def test_what_pays_for_sure_comes_before_what_may_be_faster() -> None:
     found = verdict(chain(2.2, 2.1, 2.3), chain(2.4, 1.9, 2.9, name="wide"))
-    assert found.best.candidate.predictor == "wide"
+    assert found.rows[0].candidate.predictor == "wide"
     assert found.sentence.startswith("Medusa chain with 4 nodes pays: 88.0")
     assert "wide with 4 nodes may be faster, but is too close to call: 96.0" in found.sentence
 
@@ -117,7 +117,7 @@ def test_every_assumption_is_listed() -> None:
     )
     for part in (
         "passes are those of moonshotai/Kimi-K2.5 on b200_nvl8, the text is smollm2's",
-        "text at temperature 1, the passes are asked for at 0",
+        "sampled at temperature 1, not all at the 0 that",
         "a pass of 16 nodes, 7.2 ms, is put together from parts",
         "are beyond the largest that is known (131,072)",
         "share of the memory bandwidth that is reached: 0.6",
@@ -125,7 +125,7 @@ def test_every_assumption_is_listed() -> None:
         "0.672 as the exponent",
     ):
         assert part in listed
-    assert "temperature at which the text was sampled is unknown" in "".join(
+    assert "temperature at which the answers were sampled is unknown" in "".join(
         judge(MEASURED, [chain(2, 2, 2)], K25).assumptions
     )
     users = verdict(chain(2.2, 2.1, 2.3), model=RTX).assumptions
@@ -139,6 +139,8 @@ def test_break_even_and_levers_are_given_for_every_size() -> None:
     assert list(lengths) == [nodes for nodes, _ in found.levers] == [2, 4, 6, 8, 16]
     assert (lengths[4], lengths[6], lengths[8]) == pytest.approx((2.0, 2.6, 3.2))
     assert "  4 nodes: 2.00 (2.00 to 2.00) at 25.0 ms, measured" in found.text()
+    assert "if drafting took no time" not in found.text()
+    assert "speculation pays, if drafting took no time\n" in verdict(chain(2.2, 2.1, 2.3), model=B200).text()
 
 
 def test_a_verdict_is_json() -> None:
@@ -151,7 +153,7 @@ def test_a_verdict_is_json() -> None:
 def test_what_no_engine_serves_is_no_answer() -> None:
     ahead = replace(chain(2.6, 2.5, 2.7, name="heads + n-gram lookup"), served=False)
     found = verdict(ahead, chain(1.9, 1.8, 1.95))
-    assert found.best.candidate == ahead  # the table has it all the same
+    assert found.rows[0].candidate == ahead  # the table has it all the same
     assert found.sentence.startswith("Nothing pays: the best is Medusa chain with 4 nodes")
     assert found.sentence.endswith(
         "heads + n-gram lookup with 4 nodes would be faster, 104.0 tokens/s (100.0 to 108.0): pays; it is replayed "

@@ -133,14 +133,6 @@ class Lever:
 
 
 @dataclass(frozen=True)
-class BestNodes:
-    """best: of points, the one with the most tokens a second, and of equals the smallest."""
-
-    best: Speed
-    points: tuple[Speed, ...]  # by nodes
-
-
-@dataclass(frozen=True)
 class CycleModel:
     hardware: Hardware
     served: Served
@@ -275,12 +267,6 @@ class CycleModel:
         length, low, high = (ms * baseline / 1000 for ms in (cycle.ms, cycle.low_ms, cycle.high_ms))
         return BreakEven(nodes, batch, context, temperature, length, low, high, cycle.ms, baseline, cycle.basis)
 
-    def needed_cycle_ms(
-        self, length: float, batch: int = 1, context: int = DEFAULT_CONTEXT, temperature: float = 0.0
-    ) -> float:
-        """The longest cycle at which this acceptance length still pays."""
-        return 1000 * length / self.baseline_tok_s(batch, context, temperature)
-
     def speed(
         self,
         nodes: int,
@@ -301,20 +287,6 @@ class CycleModel:
             baseline_tok_s=self.baseline_tok_s(batch, context, temperature),
         )
 
-    def best_under_cost(
-        self,
-        lengths: Mapping[int, Length],
-        batch: int = 1,
-        context: int = DEFAULT_CONTEXT,
-        temperature: float = 0.0,
-        draft_ms: float = 0.0,
-    ) -> BestNodes:
-        """Of trees by their nodes, the one with the most tokens a second, which seldom is the one that accepts most."""
-        if not lengths:
-            raise ValueError("no acceptance length to choose from; give one for at least one number of nodes")
-        points = [self.speed(nodes, lengths[nodes], batch, context, temperature, draft_ms) for nodes in sorted(lengths)]
-        return BestNodes(max(points, key=lambda point: (point.tok_s, -point.nodes)), tuple(points))
-
     def faster_allreduces(
         self,
         nodes: int,
@@ -322,12 +294,11 @@ class CycleModel:
         batch: int = 1,
         context: int = DEFAULT_CONTEXT,
         temperature: float = 0.0,
-        draft_ms: float = 0.0,
     ) -> Lever:
-        """With all-reduces that take `share` of their time."""
+        """With all-reduces that take `share` of their time; drafting as in `cycle` without a draft_ms."""
         if not 0 <= share <= 1:
             raise ValueError(f"faster all-reduces take a share of their time, 0 to 1, got {share}")
-        cycle = self.cycle(nodes, batch, context, temperature, draft_ms)
+        cycle = self.cycle(nodes, batch, context, temperature)
         plain = self.cycle(1, batch, context, temperature)
         today = self.baseline_tok_s(batch, context, temperature)
         saved, plain_saved = ((1 - share) * each.parts[ALL_REDUCES] for each in (cycle, plain))
@@ -411,20 +382,18 @@ def heads_draft_ms(
     num_heads: int,
     num_blocks: int = 1,
     draft_vocab_size: int | None = None,
-    sequential: bool = False,
 ) -> float:
     """Drafting with Medusa heads that share an lm_head: every rank reads all blocks and its part of the lm_head.
 
-    The ranks then gather their best tokens, once or, for `sequential` heads that read each other's drafts, once a
-    depth; a gather is taken to take what an all-reduce of as many states as there are heads does.
+    The ranks then gather their best tokens, which is taken to take what an all-reduce of as many states as there are
+    heads does.
     """
     D, gpus = served.hidden_size, max(hardware.gpus, 1)
     blocks = 2 * num_heads * num_blocks * D * (D + 1)
     lm_head = 2 * D * (draft_vocab_size or served.vocab_size) / gpus
     per_ms = hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value / 1000
     gather_ms = hardware.allreduce_us(num_heads * D * ITEM_BYTES) / 1000 if gpus > 1 else 0.0
-    depths = num_heads if sequential else 1
-    return (blocks + depths * lm_head) / per_ms + depths * gather_ms
+    return (blocks + lm_head) / per_ms + gather_ms
 
 
 def model_draft_ms(hardware: Hardware, served: Served, read_bytes: float, steps: int, layers: int = 1) -> float:

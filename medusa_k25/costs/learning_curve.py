@@ -15,7 +15,7 @@ EXPONENTS = np.linspace(0.05, 1.0, 39)
 # What an exponent is taken to be before any point is seen: published data curves of language models have 0.1 to 0.5.
 # A few points, noisy as they are, say less about it than this.
 TYPICAL, SPREAD = 0.3, 0.2
-NOISE = 0.01  # of a run's value, between seeds and schedules
+NOISE = 0.01  # in a run's value, between seeds and schedules
 
 
 @dataclass(frozen=True)

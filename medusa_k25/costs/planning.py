@@ -162,11 +162,12 @@ def known(hardware: Hardware, name: str) -> Figure:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run's work, whatever the machine: positions trained on, and validated in all."""
+    """A run's work, whatever the machine: positions trained on, validated in all, and ranked by `evaluate`."""
 
     positions: int
     validated: int
     steps: int
+    evaluated: int
 
 
 def heads_break_even(
@@ -178,9 +179,16 @@ def heads_break_even(
     return model.break_even(nodes, draft_ms=draft_ms), model.cycle(nodes, draft_ms=draft_ms).assumed
 
 
-def planned_run(data: Dataset, steps: int, positions_a_step: int, validate_every: int, most_answers: int | None) -> Run:
+def planned_run(
+    data: Dataset,
+    steps: int,
+    positions_a_step: int,
+    validate_every: int,
+    most_answers: int | None,
+    most_evaluated: int | None,
+) -> Run:
     """`most_answers` of a split are validated every `validate_every` steps; None: all. Training text is validated on as
-    many answers as held-out text."""
+    many answers as held-out text. most_evaluated: positions of a split that `evaluate` reads; None: all."""
 
     def validated(split: Split, answers: int) -> float:
         return min(answers, most_answers or answers) * split.states / max(split.answers, 1)
@@ -194,7 +202,12 @@ def planned_run(data: Dataset, steps: int, positions_a_step: int, validate_every
         )
     )
     steps_an_epoch = ceil(data.train.states / positions_a_step)  # a step never crosses an epoch
-    return Run(round(steps / steps_an_epoch * data.train.states), ceil(steps / validate_every) * round(once), steps)
+    return Run(
+        positions=round(steps / steps_an_epoch * data.train.states),
+        validated=ceil(steps / validate_every) * round(once),
+        steps=steps,
+        evaluated=sum(min(split.states, most_evaluated or split.states) for split in (data.calibration, data.heldout)),
+    )
 
 
 @dataclass(frozen=True)
@@ -256,7 +269,6 @@ def estimate(
     slowed = max(1.0, read_gb_s / (disk.value * machines)) if disk is not None else 1.0
     forward = speed * cost.flops_per_position / cost.forward_flops_per_position
     train_s = run.positions / speed * slowed + run.validated / forward
-    judged = data.calibration.states + data.heldout.states
     one = forward / cost.world_size  # evaluate runs on one device
     rate = f"timed {speed:,.0f} positions/s" if measured else f"{speed:,.0f} positions/s"
     basis = "measured" if measured else _weakest(hardware.bf16_tflops, hardware.train_share)
@@ -281,7 +293,12 @@ def estimate(
             + (f"; {slowed:.1f} times as long for want of disk speed" if slowed > 1 else ""),
             basis,
         ),
-        Stage("evaluate", judged / one / 3600, f"{judged:,} positions at {one:,.0f} a second on one device", basis),
+        Stage(
+            "evaluate",
+            run.evaluated / one / 3600,
+            f"{run.evaluated:,} positions at {one:,.0f} a second on one device",
+            basis,
+        ),
     )
     return Estimate(hardware, machines, cost, speed, read_gb_s, stages)
 
@@ -354,20 +371,25 @@ def recommendation(found: Sequence[Way], own: Estimate, rented: Estimate, assume
     there, here = rented.hardware.name, own.hardware.name
     made, made_there = own.hours("generate", "capture"), rented.hours("generate", "capture")
     worth = assumed.own_hour if own.price_per_hour is None else own.price_per_hour
-    saved, gap = home.hours - best.hours, (home.cost - best.cost) / home.cost
-    if gap < -ABOUT_THE_SAME:
+    saved = home.hours - best.hours
+    if best.cost > (1 + ABOUT_THE_SAME) * home.cost:
         verdict = "dearer: for this data it is not worth renting."
-    elif gap > ABOUT_THE_SAME:
+    elif best.cost < (1 - ABOUT_THE_SAME) * home.cost:
         verdict = "cheaper: it is worth renting."
     elif saved > 0:
         verdict = f"about the same: rent only if having the heads {duration(saved)} earlier matters."
     else:
         verdict = "about the same, and no faster: do not rent."
+    trained, trained_there = own.hours("train"), rented.hours("train")
+    bought = f"generating and capturing in {duration(made_there)} instead of {duration(made)}"
+    if trained < made:
+        bought = f"so training is no reason to rent: what {there} buys is {bought}"
+    else:
+        bought = f"and {there} buys training in {duration(trained_there)}, and {bought}"
     return (
         f"On {here} the whole way takes {duration(home.hours)}, {made / home.hours:.0%} of it for making the data and "
-        f"{duration(own.hours('train'))} for training, so training is no reason to rent: what {there} buys is "
-        f"generating and capturing in {duration(made_there)} instead of {duration(made)}. The cheapest way with it is "
-        f"'{best.name}': {duration(best.hours)} in all, ${best.rent:,.0f} of rent. With an hour of {here} worth "
+        f"{duration(trained)} for training, {bought}. The cheapest way with it is '{best.name}': "
+        f"{duration(best.hours)} in all, ${best.rent:,.0f} of rent. With an hour of {here} worth "
         f"${worth:g}, that is ${best.cost:,.0f} beside ${home.cost:,.0f} at home, {verdict}"
     )
 

@@ -1,6 +1,6 @@
 """Does it pay? Acceptance lengths and what a pass costs, made into tokens a second, and one sentence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from medusa_k25.costs.cycle import (
     Speed,
 )
 from medusa_k25.costs.drafters import drafters_for
+from medusa_k25.data.texts import temperature_note
 
 PAYS, PAYS_NOT, TOO_CLOSE = "pays", "does not pay", "too close to call"
 NOTHING = "none"
-SHOWN_SIZES = (2, 4, 8, 16)  # whose break-even is given, besides those of the candidates
+SHOWN_SIZES = (2, 4, 8, 16)  # whose break-even is given, besides those that are asked for
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,9 @@ class Verdict:
     baseline_tok_s: float
     rows: tuple[VerdictRow, ...]  # the fastest first
     sentence: str
-    break_even: tuple[BreakEven, ...]  # by nodes
+    break_even: tuple[BreakEven, ...]  # by nodes; without drafting, except where passes were measured with it
     levers: tuple[tuple[int, Lever], ...]  # by nodes
     assumptions: tuple[str, ...]
-
-    @property
-    def best(self) -> VerdictRow:
-        return self.rows[0]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,6 +93,8 @@ class Verdict:
                 f"{'' if row.candidate.served else ', replayed only'}"
             )
         lines += ["", self.sentence, "", "acceptance length from which speculation pays"]
+        if any(each.basis == FROM_PARTS for each in self.break_even):
+            lines[-1] += ", if drafting took no time"
         lines += [
             f"  {each.nodes:3} nodes: {each.length:.2f} ({each.low:.2f} to {each.high:.2f}) at {each.cycle_ms:.1f} ms, "
             f"{each.basis}"
@@ -141,14 +140,16 @@ def fastest_candidates(
                 row.calibration.length / model.cycle(row.num_nodes, batch, context, temperature, drafting).ms
             ),
         )
-        candidates.append(Candidate(predictor, best.num_nodes, length_of(best), drafting, served=predictor != BOTH))
+        candidates.append(
+            Candidate(
+                predictor,
+                best.num_nodes,
+                Length.around(best.every.length, best.interval),
+                drafting,
+                served=predictor != BOTH,
+            )
+        )
     return candidates
-
-
-def length_of(row: Row) -> Length:
-    """With its interval, which of few documents may lie beside it."""
-    low, high = row.interval
-    return Length(row.every.length, max(1.0, min(low, row.every.length)), max(high, row.every.length))
 
 
 def published_candidates(model: CycleModel) -> list[Candidate]:
@@ -175,9 +176,9 @@ def judge(
     batch: int = 1,
     context: int = DEFAULT_CONTEXT,
     temperature: float = 0.0,
-    text_temperature: float | None = None,
+    text_temperatures: Collection[float | None] = (None,),
 ) -> Verdict:
-    """`target`: whose text was replayed, by its name on the hub. `text_temperature`: at which that text was sampled;
+    """`target`: whose text was replayed, by its name on the hub. `text_temperatures`: at which that text was sampled,
     None: unknown.
 
     ValueError where there is no candidate, or one verifies fewer than 2 nodes.
@@ -217,7 +218,7 @@ def judge(
         sentence=_sentence(rows, baseline),
         break_even=tuple(model.break_even(n, batch, context, temperature) for n in sizes),
         levers=tuple(levers),
-        assumptions=tuple(_assumptions(model, rows, target, batch, context, temperature, text_temperature)),
+        assumptions=tuple(_assumptions(model, rows, target, batch, context, temperature, text_temperatures)),
     )
 
 
@@ -280,7 +281,7 @@ def _assumptions(
     batch: int,
     context: int,
     temperature: float,
-    text_temperature: float | None,
+    text_temperatures: Collection[float | None],
 ) -> list[str]:
     """Everything that the verdict rests on and nobody has measured here, each once."""
     found = []
@@ -289,13 +290,8 @@ def _assumptions(
             f"passes are those of {model.hardware.target} on {model.hardware.name}, the text is {target}'s: only what "
             "the same model accepts and costs makes a verdict"
         )
-    if text_temperature is None:
-        found.append("the temperature at which the text was sampled is unknown")
-    elif text_temperature != temperature:
-        found.append(
-            f"acceptance is that of text at temperature {text_temperature:g}, the passes are asked for at "
-            f"{temperature:g}: text of another temperature accepts otherwise"
-        )
+    if note := temperature_note(text_temperatures, temperature):
+        found.append(note)
     plain = model.cycle(1, batch, context, temperature)
     cycles = sorted([plain, *(row.speed.cycle for row in rows)], key=lambda cycle: cycle.nodes)
     for cycle in cycles:

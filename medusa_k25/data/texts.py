@@ -5,7 +5,7 @@ They come from a cache or from a file of conversations, in the same splits.
 Letters: T tokens, S states of one answer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,20 +79,20 @@ def temperatures_of(texts: Iterable[Text]) -> set[float | None]:
     return {text.temperature for text in texts}
 
 
-def temperature_note(texts: Iterable[Text], serving: float) -> str | None:
-    """What to say where the answers were not sampled at the temperature they will be served at; None where they were.
+def temperature_note(sampled: Collection[float | None], serving: float) -> str | None:
+    """What to say where answers (see `temperatures_of`) were not all sampled at the temperature they are served at.
 
     Replay is unbiased for the temperature of the text alone (see `replay`).
     """
-    found = temperatures_of(texts)
-    if found <= {serving}:
+    known = ", ".join(f"{t:g}" for t in sorted(t for t in sampled if t is not None))
+    if not known:
+        return "the temperature at which the answers were sampled is unknown"
+    if set(sampled) == {serving}:
         return None
-    named = ", ".join(f"{t:g}" for t in sorted(t for t in found if t is not None))
-    known = f"temperature {named}" if named else ""
-    unknown = "an unknown temperature" if None in found else ""
+    unknown = " and an unknown one" if None in sampled else ""
     return (
-        f"the answers were sampled at {' and '.join(filter(None, [known, unknown]))}, not at the {serving:g} asked "
-        "for: acceptance there may be another; generate answers at that temperature to know"
+        f"the answers were sampled at temperature {known}{unknown}, not all at the {serving:g} that the passes are "
+        "asked for: text of another temperature accepts otherwise"
     )
 
 

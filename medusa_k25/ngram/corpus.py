@@ -32,7 +32,7 @@ def choose_corpus(train: Sequence[Text], calibration: Sequence[Text], max_tokens
     if base**GRAM >= 2**63:
         raise ValueError(f"token id {base - 1:,} is too large: expected ids of a vocabulary, below 2,097,152")
     used, count = np.unique(np.concatenate([grams(text.answer_T, base) for text in calibration]), return_counts=True)
-    found_A = [np.flatnonzero(np.isin(used, grams(text.answer_T, base))) for text in train]
+    found_A = [places_in(used, grams(text.answer_T, base)) for text in train]
     alone_A = [count[found].sum() / len(text.answer_T) for found, text in zip(found_A, train, strict=True)]
 
     left = count.copy()  # what a 3-gram is still worth
@@ -66,6 +66,14 @@ def grams(ids_T: Tensor, base: int) -> np.ndarray:
     """The 3-grams of an answer as numbers, int64 [T - 2]. base: more than any id."""
     ids = ids_T.numpy().astype(np.int64)
     return (ids[: 1 - GRAM] * base + ids[1:-1]) * base + ids[GRAM - 1 :]
+
+
+def places_in(sorted_U: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Where in sorted_U the distinct values are that it holds. Cheap for few values in a long sorted_U."""
+    values = np.unique(values)
+    places = np.searchsorted(sorted_U, values)
+    inside = places < len(sorted_U)
+    return places[inside][sorted_U[places[inside]] == values[inside]]
 
 
 def best_corpus_drafts(corpus: Corpus, calibration: Sequence[Text], num_nodes: int) -> int:

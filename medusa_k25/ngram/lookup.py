@@ -55,12 +55,6 @@ class Lookup:
         ]
 
 
-def ngram_accepted(ids_T: Tensor, first_root: int, num_drafts: int, longest: int | None = 4) -> Tensor:
-    """`Lookup.accepted` of the one answer that runs from position `first_root` to the end of `ids_T`: int64 [S]."""
-    text = Text(ids_T, first_root, "", None, None, None)
-    return Lookup("n-gram lookup", longest).accepted([text], num_drafts + 1)[0]
-
-
 def ngram_matches(ids_N: np.ndarray, end_N: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """(position after the match, its length) at every position as the root, int64 [N] each; length 0: no match.
 

@@ -35,7 +35,7 @@ def colour_of(predictor: str, all_of_them: Sequence[str]) -> str:
 
 def accepted_by_head(rows: Sequence[Mapping[str, Any]], num_nodes: int) -> list[float]:
     """Share of the verify passes that accept drafts of heads 1 to k, for every k; from an evaluation's rows as JSON."""
-    row = next((row for row in rows if (row["predictor"], row["num_nodes"]) == ("heads, tree", num_nodes)), None)
+    row = next((row for row in rows if (row["predictor"], row["num_nodes"]) == (TREE, num_nodes)), None)
     if row is None:
         return []
     accepted = {int(drafts): count for drafts, count in row["every"]["accepted"].items()}
