@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import isnan
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +69,7 @@ def training_free(
 ) -> list[Predictor]:
     """All predictors that need nothing but text; those with a corpus where there is text to train on."""
     predictors: list[Predictor] = [Lookup(NGRAM_LOOKUP, ngram_longest), Lookup("suffix lookup", None)]
+    predictors.append(EngineNgram("SGLang's NGRAM", None, 0))
     if train:
         corpus = Corpus([text.answer_T for text in choose_corpus(train, calibration, corpus_tokens)])
         both = CorpusAndOwnText(CORPUS, corpus, some_of(calibration, SHARING_TOKENS))
@@ -166,7 +168,7 @@ class Row:
             "num_nodes": self.num_nodes,
             "tree": tree,
             "interval": self.interval,
-            "without_loops_interval": self.without_loops_interval,
+            "without_loops_interval": [known(value) for value in self.without_loops_interval],
             "every": _as_json(self.every),
             "without_loops": _as_json(self.without_loops),
             "calibration": _as_json(self.calibration),
@@ -174,7 +176,13 @@ class Row:
 
 
 def _as_json(acceptance: Acceptance) -> dict[str, Any]:
-    return asdict(acceptance) | {"length": acceptance.length, "passes_saved": acceptance.passes_saved}
+    shares = {"length": known(acceptance.length), "passes_saved": known(acceptance.passes_saved)}
+    return asdict(acceptance) | shares
+
+
+def known(value: float) -> float | None:
+    """None for nan, which JSON does not have: of text that all ends in loops nothing is left without them."""
+    return None if isnan(value) else value
 
 
 @dataclass(frozen=True)
@@ -363,10 +371,15 @@ class Evaluator:
         temperature: float | None,
     ):
         sizes = sorted({nodes for nodes in num_nodes if nodes is not None})
-        if not sizes or not 2 <= sizes[0] <= sizes[-1] <= ALL_SIZES[-1]:
+        if not sizes or not all(isinstance(nodes, int) and nodes in ALL_SIZES for nodes in sizes):
             raise ValueError(
-                f"evaluate.num_nodes={list(num_nodes)}: a pass verifies 2 to {ALL_SIZES[-1]} tokens, root included"
+                f"evaluate.num_nodes and num_nodes={sizes}: a pass verifies 2 to {ALL_SIZES[-1]} tokens, root included"
             )
+        for name, value in (("batch", batch), ("context", context)):
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"evaluate.{name}={value}: expected a whole number, at least 1")
+        if temperature is not None and not (isinstance(temperature, int | float) and 0 <= temperature < float("inf")):
+            raise ValueError(f"evaluate.temperature={temperature}: expected a number, 0 or more; null: the text's")
         self.num_nodes, self.max_width, self.ngram_longest = sizes, max_width, ngram_longest
         self.corpus_tokens, self.most_tokens = corpus_tokens, most_tokens
         self.batch, self.context, self.temperature = batch, context, temperature

@@ -3,8 +3,8 @@
 python -m medusa_k25.evaluate [checkpoint=best|last|STEP|FOLDER] [hardware=NAME]
 python -m medusa_k25.evaluate conversations=FILE [tokenizer=FOLDER] [hardware=NAME]
 
-The second form needs no states and no weights: it answers for the predictors that need no training. So does the first
-one where the run has no checkpoint yet, and with checkpoint=null.
+The second form needs no states and no weights: it answers for the predictors that need no training, in predictors.html.
+So does the first one where the run has no checkpoint yet, and with checkpoint=null.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,14 +51,14 @@ from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load
 class Evidence:
     """Text that the target has generated, and where there are heads the ranks of their labels in what is replayed.
 
-    train: for predictors that draft from it. target: whose text it is. passes: what a pass costs. draft_ms: of the
-    heads, by predictor.
+    train: for predictors that draft from it. target: whose text it is, None where nobody says. passes: what a pass
+    costs. draft_ms: of the heads, by predictor.
     """
 
     train: Sequence[Text]
     replayed: Replayed
     ranks: Mapping[Text, Tensor] | None
-    target: str
+    target: str | None
     passes: CycleModel
     draft_ms: Mapping[str, float]
     made_from: Mapping[str, Any]
@@ -71,12 +71,13 @@ def main(cfg: DictConfig) -> None:
     read = of_conversations if reads_conversations(cfg) else of_cache
     evaluation, verdict, section = judged(evaluator, read(cfg, hardware, evaluator))
     print(f"{acceptance_table(evaluation)}\n\n{verdict.text()}")
-    update_report(run_dir, "evaluate", section)
-    print(f"\nwrote {write_page(run_dir)}")
+    name = "predictors" if section["tree"] is None else "evaluate"  # what is known of heads stays
+    update_report(run_dir, name, section)
+    print(f"\nwrote {write_page(run_dir, name)}")
 
 
 def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdict, dict[str, Any]]:
-    """What is accepted, whether it pays, and all of it as the section "evaluate" of report.json."""
+    """What is accepted, whether it pays, and all of it as a section of report.json."""
     replayed = evidence.replayed
     predictors = evaluator.predictors(evidence.train, replayed, evidence.ranks)
     evaluation = evaluator.run(replayed, predictors, evidence.ranks)
@@ -90,7 +91,8 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
     candidates = [*own, *published_candidates(evidence.passes)]
     verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled)
 
-    chosen = next(row.candidate for row in verdict.rows if row.candidate in own)
+    ours = [row.candidate for row in verdict.rows if row.candidate in own]
+    chosen = next((candidate for candidate in ours if candidate.served), ours[0])
     by_name = {predictor.name: predictor for predictor in predictors}
     section = {
         **evidence.made_from,
@@ -99,6 +101,7 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
         "speed": speeds(evaluation.rows, evidence, place),
         "breakdown": {"predictor": chosen.predictor, "nodes": chosen.nodes}
         | broken_down(by_name[chosen.predictor], replayed, chosen.nodes),
+        "tree": None,
     }
     if evidence.ranks is not None:
         tree, nodes = by_name[TREE], next(each.nodes for each in own if each.predictor == TREE)
@@ -143,9 +146,10 @@ def of_conversations(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) 
     if cfg.tokenizer is None and not renders and hardware.is_of(KIMI_K25_NAME):
         texts = texts_of_conversations(file, None, (KIMI_THINK_ID, KIMI_THINK_END_ID))
         passes, replayed = CycleModel.on(hardware, file.parent), evaluator.replayed(texts)
-        return Evidence(texts["train"], replayed, None, hardware.target, passes, {}, made_from)
+        return Evidence(texts["train"], replayed, None, None, passes, {}, made_from)
+    name = None
     if cfg.tokenizer is not None:
-        name, folder = hardware.target, Path(cfg.tokenizer)
+        folder = Path(cfg.tokenizer)
         tokenizer = load_tokenizer(folder, cfg.target.get("trust_remote_code", False))
         end_ids = end_ids_of(folder, tokenizer)
     else:

@@ -1,6 +1,6 @@
 """The folder to serve from: heads, draft vocabulary, tree and a model card, for SGLang, vLLM or TGI.
 
-python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa] [export_dir=FOLDER]
+python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa|ngram_corpus] [export_dir=FOLDER]
                             [num_nodes=9] [tree=[[0],[0,0],[1]]] [hardware=NAME]
 python -m medusa_k25.export heads=blank [num_nodes=16] [max_width=1] [tree=...] export_dir=FOLDER
 python -m medusa_k25.export format=ngram_corpus [conversations=FILE | cache=FOLDER] [tokenizer=FOLDER]
@@ -26,6 +26,7 @@ from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.costs.cycle import SIZES, CycleModel
+from medusa_k25.costs.hardware import Hardware
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
@@ -34,7 +35,7 @@ from medusa_k25.replay import answer_ranks, fastest_tree, grow
 from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
-from medusa_k25.serving.formats import export_heads, remarks
+from medusa_k25.serving.formats import FORMATS, export_heads, remarks
 from medusa_k25.serving.ngram_corpus import CORPUS_FILE, make_corpus, write_corpus
 from medusa_k25.serving.untrusted import read_json
 from medusa_k25.target import Target, end_ids_of, load_tokenizer
@@ -43,6 +44,8 @@ from medusa_k25.tree import Tree
 
 @verb("target", "hardware")
 def main(cfg: DictConfig) -> None:
+    if cfg.format not in (*FORMATS, "ngram_corpus"):
+        raise ValueError(f"format={cfg.format}: expected one of {', '.join((*FORMATS, 'ngram_corpus'))}")
     if cfg.format == "ngram_corpus":
         export_corpus(cfg)
         return
@@ -66,7 +69,8 @@ def export_corpus(cfg: DictConfig) -> None:
         place = Path(cfg.tokenizer)
         tokenizer = load_tokenizer(place, cfg.target.get("trust_remote_code", False))
         end_ids = end_ids_of(place, tokenizer)
-        base_model = cfg.base_model or cfg.target.get("path") or "MODEL"
+        machine = cfg.hardware.target if "/" in cfg.hardware.target else "MODEL"  # a name on the hub, if it is one
+        base_model = cfg.base_model or cfg.target.get("path") or machine
     cache_dir, conversations = Path(cfg.cache), Path(cfg.conversations)
     if cache_dir.exists() and conversations == run_dir / "conversations.jsonl":  # no other file was named
         cache = Cache.open(cache_dir, check=False)
@@ -90,6 +94,11 @@ def export_corpus(cfg: DictConfig) -> None:
 
 def export_trained(cfg: DictConfig, target: Target) -> None:
     run_dir, folder = Path(cfg.run_dir), Path(cfg.export_dir)
+    if (folder / CORPUS_FILE).exists():
+        raise ValueError(f"{folder} holds a corpus, whose README.md would be replaced; give export_dir=FOLDER")
+    hardware: Hardware = instantiate(cfg.hardware)
+    if cfg.tree is None and cfg.num_nodes is None and not hardware.is_of(target.name):
+        print(f"the tree is the fastest by the passes of {hardware.target} on {hardware.name}, not by {target.name}'s")
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
     checkpoint.refuse_other_target(target)
     heads, vocabulary, record = checkpoint.heads, checkpoint.vocabulary, checkpoint.record
@@ -106,13 +115,13 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
         if cfg.num_nodes is not None:
             tree = grow(calibration, cfg.num_nodes, cfg.max_width).tree(cfg.num_nodes)
         else:
-            passes = CycleModel.on(instantiate(cfg.hardware), target.path)
+            passes = CycleModel.on(hardware, target.path)
             cycle_ms = passes.heads_ms(heads.num_heads, record["heads"]["num_blocks"], len(vocabulary))
             tree = fastest_tree(calibration, cycle_ms, cfg.max_width)
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     evaluation = read_report(run_dir).get("evaluate")
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
-    if evaluation is not None and any(evaluation[key] != value for key, value in made_from.items()):
+    if evaluation is not None and any(evaluation.get(key) != value for key, value in made_from.items()):
         evaluation = None  # of other heads, or on other text
     rows = measured_rows(record, evaluation, tree.paths, heads.num_heads)
     write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows)

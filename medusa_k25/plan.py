@@ -109,8 +109,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def other_hardware(name: str, hardware: Hardware) -> Hardware:
-    """The machine called `name` in conf/hardware."""
-    files = {file.stem: file for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
+    """The machine called `name` in conf/hardware, or in --config-dir."""
+    folders = [conf_dir()]
+    if HydraConfig.initialized():
+        sources = HydraConfig.get().runtime.config_sources
+        folders += [Path(source.path) for source in sources if source.schema == "file"]
+    files = {file.stem: file for folder in folders for file in sorted((folder / "hardware").glob("*.yaml"))}
     if name not in files:
         near = get_close_matches(name, files, 1)
         raise ConfigError(
@@ -118,7 +122,10 @@ def other_hardware(name: str, hardware: Hardware) -> Hardware:
             + (f"; did you mean '{near[0]}'?" if near else "")
             + f" (it has {', '.join(files)})"
         )
-    other: Hardware = instantiate(OmegaConf.load(files[name]))
+    node = OmegaConf.load(files[name])
+    if "_target_" not in node:
+        raise ConfigError(f"{files[name]} describes no machine; see conf/hardware for what does")
+    other: Hardware = instantiate(node)
     if other.name == hardware.name:
         raise ConfigError(f"alternative={name} is the machine that hardware= names; name another one, or none")
     return other
@@ -237,6 +244,8 @@ def pilot_of(runs: list[Path], hardware: Hardware, served: Served, cost: Trainin
         trained = read_report(run).get("train")
         if trained is None or "positions" not in trained:
             raise ValueError(f"pilot: {run} is no trained run; expected its report.json, as `train` leaves it")
+        if "heldout/speedup" not in trained.get("metrics", {}) or not (run / "config.yaml").is_file():
+            raise ValueError(f"pilot: {run} has no config.yaml or no validated speed, as `train` leaves them")
         config = OmegaConf.load(run / "config.yaml")
         chosen_for = config.hardware.name
         if chosen_for != hardware.name:

@@ -83,11 +83,11 @@ def test_predictors_that_need_texts_alone_are_evaluated_without_heads(replayed_a
     train, _ = made_up(3, 4)
     evaluator = evaluator_of(5, 2)
     evaluation = evaluator.run(replayed, evaluator.predictors(train, replayed))
-    names = ["n-gram lookup", "suffix lookup", "training answers", "training answers + own text"]
+    names = ["n-gram lookup", "suffix lookup", "SGLang's NGRAM", "training answers", "training answers + own text"]
     assert [(row.predictor, row.num_nodes, row.tree) for row in evaluation.rows] == [
         (name, n, None) for name in names for n in (2, 5)
     ]
-    assert [each.name for each in evaluator.predictors([], replayed)] == names[:2]  # nothing to make a corpus of
+    assert [each.name for each in evaluator.predictors([], replayed)] == names[:3]  # nothing to make a corpus of
     corpus = Corpus([text.answer_T for text in choose_corpus(train, replayed.calibration, 10_000)])
     for n in (2, 5):
         accepted = EngineNgram("", corpus).accepted(replayed.heldout, n)
@@ -124,6 +124,23 @@ def test_whole_conversations_are_replayed_up_to_a_number_of_tokens(replayed_and_
         assert some == [text for text in texts if text.document in documents]
         assert sum(text.num_states for text in some) <= most or len(documents) == 1
     assert {*some_of(texts, 60)} <= {*some_of(texts, 150)}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([1], 1, 1024, None), r"num_nodes=\[1\]: a pass verifies 2 to 64"),
+        (([2.5], 1, 1024, None), r"num_nodes=\[2.5\]"),
+        (([], 1, 1024, None), r"num_nodes=\[\]"),
+        (([4], 1.5, 1024, None), "evaluate.batch=1.5: expected a whole number"),
+        (([4], 1, 0, None), "evaluate.context=0: expected a whole number"),
+        (([4], 1, None, "hot"), "evaluate.temperature=hot: expected a number"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(given, message):
+    num_nodes, *place = given
+    with pytest.raises(ValueError, match=message):
+        Evaluator(num_nodes, 8, 4, 10_000, None, *place)
 
 
 def test_the_drawn_tree_counts_what_passes_accept(replayed_and_ranks):

@@ -73,7 +73,7 @@ def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, section)
     verdict = section["verdict"]
     assert html.escape(verdict["sentence"]) in page
     for row in verdict["rows"]:
-        assert f"<th>{row['candidate']['predictor']}</th><td>{row['candidate']['nodes']}</td>" in page
+        assert f"<th>{html.escape(row['candidate']['predictor'])}</th><td>{row['candidate']['nodes']}</td>" in page
         assert f"<td>{row['speed']['tok_s']:.1f} (" in page
     for assumption in verdict["assumptions"]:
         assert f"<li>{html.escape(assumption)}</li>" in page
@@ -87,9 +87,19 @@ def test_a_page_without_heads(tmp_path):
     evidence = Evidence([], Replayed(heldout, calibration), None, "kimi_k25", RTX, {}, {})
     evaluation, _, section = judged(evaluator_of(2, 4), evidence)
     assert "head " not in acceptance_table(evaluation)
-    update_report(tmp_path, "evaluate", section)
-    page = write_page(tmp_path).read_text()
+    update_report(tmp_path, "predictors", section)
+    file = write_page(tmp_path, "predictors")
+    assert file.name == "predictors.html" and (tmp_path / "predictors_pictures" / "speed.png").exists()
+    page = file.read_text()
     assert "<h2>Heads</h2>" not in page and "n-gram lookup" in page
+
+
+def test_a_damaged_report_is_named_and_left_alone(tmp_path):
+    for content, message in (("{", "is damaged"), ("[]", "is no report of this project")):
+        (tmp_path / "report.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            update_report(tmp_path, "train", {})
+        assert (tmp_path / "report.json").read_text() == content
 
 
 def test_the_page_shows_the_training_and_labels(tmp_path, section):

@@ -161,3 +161,16 @@ def test_text_of_another_temperature_is_told(tmp_path):
         ({0.0, 1.0, None}, 1.0, "at temperature 0, 1 and an unknown one, not all at the 1"),
     ):
         assert said in str(temperature_note(temperatures, serving))
+
+
+@pytest.mark.parametrize("ids", ["123", ["a"], [1.5, None], [2, -5], [2**40]])
+def test_ids_that_are_none_are_refused(tmp_path, ids):
+    row = ROW | {"id": "odd", "group": None, "prompt_ids": [1, 2], "answer_ids": ids}
+    with pytest.raises(ValueError, match="row 'odd': expected lists of token ids"):
+        texts_of_conversations(write_rows(tmp_path / "answers.jsonl", [row]), None)
+
+
+def test_messages_without_an_answer_are_refused(tiny_k25, tmp_path):
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "Name a tree."}]}])
+    with pytest.raises(ValueError, match="chats.jsonl:1: no message of the assistant"):
+        texts_of_conversations(path, ChatMarks.of(tiny_k25))

@@ -318,6 +318,11 @@ def test_the_last_line_says_whether_speculation_pays(overrides_of, tmp_path, cap
     assert "tokens/s expected, 100.0 without)" in line
     metrics_csv = tmp_path / "run" / "metrics.csv"
     assert "1,break_even,1.25" in metrics_csv.read_text()
+    found = metrics(tmp_path / "run")
+    for split in SPLITS:  # the best checkpoint is the one with the most speed against none
+        length = float(found[1, f"{split}/acceptance_tree"])
+        assert float(found[1, f"{split}/speedup"]) == pytest.approx(length / 1.25)
+        assert float(found[1, f"{split}/tokens_per_s"]) == pytest.approx(1000 * length / 12.5)
     # another machine's break-even is no other run
     assert "nodes, above the break-even of 0.90 on" in last_line("trainer.max_steps=2", *machine(0.9))
 

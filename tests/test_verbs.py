@@ -89,6 +89,14 @@ def test_the_tree_is_chosen_again_where_its_limits_are_others(run_verb):
             run_verb(verb, nodes)
 
 
+def test_predictors_alone_leave_what_is_known_of_heads(run_verb):
+    before = run_verb(evaluate)["evaluate"]
+    report = run_verb(evaluate, "checkpoint=null")
+    assert report["evaluate"] == before
+    assert {row["predictor"] for row in report["predictors"]["rows"]}.isdisjoint({"heads, tree", "heads, chain"})
+    run_verb(export, "num_nodes=3")  # which reads the evaluation of heads for its card
+
+
 def test_heads_and_trees_of_another_cache_are_refused(run_verb, tiny_llama, tmp_path):
     """Its training text may be this one's held-out text."""
     other = cache_of(tiny_llama, tmp_path / "other", num_documents=39, end_ids=tiny_llama.end_ids)

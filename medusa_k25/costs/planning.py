@@ -176,7 +176,9 @@ def heads_break_even(
     """Of one greedy request that the heads of `cost` draft for, `nodes` tokens a pass; and what was assumed for it."""
     draft_ms = heads_draft_ms(hardware, served, cost.K, cost.blocks, cost.M)
     model = CycleModel(hardware, served)
-    return model.break_even(nodes, draft_ms=draft_ms), model.cycle(nodes, draft_ms=draft_ms).assumed
+    context = model.usual_context
+    cycle = model.cycle(nodes, context=context, draft_ms=draft_ms)
+    return model.break_even(nodes, context=context, draft_ms=draft_ms), cycle.assumed
 
 
 def planned_run(

@@ -153,7 +153,7 @@ def _generated(path: Path, think_ids: ThinkIds | None) -> Iterator[tuple[str, Te
     """(hash of the prompt, text) of the rows that `generate` has answered."""
     for row in read_conversations(path):
         if "error" not in row:
-            ids_T = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int32)
+            ids_T = _ids(path, row)
             temperature = row["sampling"].get("temperature")
             start = len(row["prompt_ids"])
             yield (
@@ -170,6 +170,17 @@ def _generated(path: Path, think_ids: ThinkIds | None) -> Iterator[tuple[str, Te
             )
 
 
+def _ids(path: Path, row: Mapping[str, Any]) -> Tensor:
+    parts = [row["prompt_ids"], row["answer_ids"]]
+    try:
+        ids_T = torch.tensor([id for part in parts for id in part], dtype=torch.int32)
+    except (TypeError, ValueError, RuntimeError):
+        ids_T = torch.tensor([-1])
+    if not all(isinstance(part, list) for part in parts) or (ids_T < 0).any():
+        raise ValueError(f"{path}, row {row['id']!r}: expected lists of token ids, whole numbers from 0 on")
+    return ids_T
+
+
 def _rendered(path: Path, marks: ChatMarks | None, think_ids: ThinkIds | None) -> Iterator[tuple[str, Text]]:
     """(hash of the first prompt, text) of every answer in rows of {"messages"}."""
     if marks is None:
@@ -178,6 +189,8 @@ def _rendered(path: Path, marks: ChatMarks | None, think_ids: ThinkIds | None) -
         messages: Any = row.get("messages") if isinstance(row, Mapping) else None
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError(f'{place}: expected {{"messages": [...]}} as in the rows before it')
+        if not any(message.get("role") == "assistant" for message in messages):
+            raise ValueError(f"{place}: no message of the assistant, so there is no answer to read")
         ids_T = torch.tensor(render(marks.tokenizer, messages, {}, row.get("tools"), add_generation_prompt=False))
         try:
             mask_T = answer_mask(ids_T, marks)

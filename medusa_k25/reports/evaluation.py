@@ -43,10 +43,14 @@ class Gallery:
         return picture(figure, caption)
 
 
-def write_page(run_dir: Path) -> Path:
-    """report.html and pictures/*.png in the run's folder."""
+def write_page(run_dir: Path, section: str = "evaluate") -> Path:
+    """report.html and pictures/*.png in the run's folder; of another section, SECTION.html and SECTION_pictures."""
     report, curves = read_report(run_dir), read_curves(run_dir / "metrics.csv")
-    evaluation, gallery = report["evaluate"], Gallery(run_dir / "pictures")
+    about_heads = section == "evaluate"
+    if not about_heads:
+        curves = {}
+    evaluation = report[section]
+    gallery = Gallery(run_dir / ("pictures" if about_heads else f"{section}_pictures"))
     verdict = evaluation["verdict"]
     source = " ".join(f"{key} {evaluation[key]}" for key in ("checkpoint", "conversations") if key in evaluation)
     body = "\n".join(
@@ -54,23 +58,26 @@ def write_page(run_dir: Path) -> Path:
             f"<h1>{html.escape(run_dir.name)}</h1>",
             f'<p class="note">{html.escape(source or "predictors that need no training")}</p>',
             f'<p class="verdict">{html.escape(verdict["sentence"])}</p>',
-            f'<div class="tiles">{"".join(tiles(evaluation, report.get("decode")))}</div>',
+            f'<div class="tiles">{"".join(tiles(evaluation, report.get("decode") if about_heads else None))}</div>',
             "<h2>Does it pay?</h2>",
             f'<p class="note">{html.escape(place_of(verdict))}</p>',
             verdict_table(verdict),
+            '<p class="note">"pays from": the acceptance length that it would take at this cycle, or the cycle that it '
+            "would take at this acceptance length.</p>",
             f'<div class="pictures">{"".join(speed_pictures(evaluation, gallery))}</div>',
+            *break_even_section(verdict),
+            *notes_section(verdict),
             *accuracy_section(evaluation, gallery),
             *breakdown_section(evaluation["breakdown"], gallery),
-            *training_section(curves, report.get("train", {}).get("metrics", {}), gallery),
+            *training_section(curves, report.get("train", {}).get("metrics", {}) if about_heads else {}, gallery),
             "<h2>Every predictor and size</h2>",
             table(
                 ("predictor", "nodes", "acceptance length", "95% interval", "without loops", "on calibration text"),
                 [cells(row) for row in evaluation["rows"]],
             ),
-            *notes_section(verdict),
         ]
     )
-    page = run_dir / "report.html"
+    page = run_dir / ("report.html" if about_heads else f"{section}.html")
     page.write_text(html_page(f"{run_dir.name} - does speculation pay?", body))
     return page
 
@@ -89,8 +96,7 @@ def tiles(evaluation: Mapping[str, Any], decode: Mapping[str, Any] | None) -> li
         tile("held-out answers", f"{evaluation['answers']:,}", f"{loops} end in a loop"),
         tile("without speculation", f"{baseline:.1f}", "tokens/s"),
     ]
-    own = [row for row in verdict["rows"] if not row["candidate"]["published"]]
-    for row in own[:3]:
+    for row in verdict["rows"][:3]:
         speed, candidate = row["speed"], row["candidate"]
         found.append(
             tile(
@@ -126,6 +132,28 @@ def verdict_table(verdict: Mapping[str, Any]) -> str:
         )
     head = ("predictor", "nodes", "acceptance length", "cycle", "tokens/s", "against none", "verdict", "pays from")
     return table(head, rows)
+
+
+def break_even_section(verdict: Mapping[str, Any]) -> list[str]:
+    """From which acceptance length on a pass of so many nodes pays, and what faster all-reduces would make of it."""
+    levers = {nodes: lever for nodes, lever in verdict["levers"]}
+    rows = []
+    for each in verdict["break_even"]:
+        lever = levers.get(each["nodes"])
+        faster = ["", ""] if lever is None else [f"{lever['cycle_ms']:.1f} ms", f"{lever['break_even']:.2f}"]
+        rows.append(
+            [
+                str(each["nodes"]),
+                f"{each['cycle_ms']:.1f} ms, {each['basis']}",
+                f"{each['length']:.2f} ({each['low']:.2f} to {each['high']:.2f})",
+                *(faster if levers else []),
+            ]
+        )
+    head = ["nodes", "cycle", "pays from an acceptance length of"]
+    if levers:
+        name = verdict["levers"][0][1]["name"]
+        head += [f"cycle with {name}", "pays from"]
+    return ["<h2>From which acceptance length on</h2>", table(head, rows)]
 
 
 def speed_pictures(evaluation: Mapping[str, Any], gallery: Gallery) -> list[str]:
@@ -236,7 +264,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         str(row["num_nodes"]),
         f"{row['every']['length']:.3f}",
         f"{low:.3f} to {high:.3f}",
-        f"{row['without_loops']['length']:.3f}",
+        "" if row["without_loops"]["length"] is None else f"{row['without_loops']['length']:.3f}",
         f"{row['calibration']['length']:.3f}",
     ]
 

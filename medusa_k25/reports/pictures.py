@@ -19,10 +19,11 @@ COLOURS = {
     BOTH: "#12365f",
     NGRAM_LOOKUP: "#c9772b",
     "suffix lookup": "#e3b184",
+    "SGLang's NGRAM": "#b08a2b",
     "training answers": "#8fbf9f",
     CORPUS: "#3f8f5f",
 }
-OTHER_COLOURS = ("#8a5fa8", "#b08a2b", "#5f8a8a", "#a85f7a")
+OTHER_COLOURS = ("#8a5fa8", "#5f8a8a", "#a85f7a")
 LABELLED = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # sizes that have room for their number on an axis
 TEXT_COLOURS = {"heldout": "#1f5fa8", "calibration": "#9a9a9a", "train": "#3f8f5f"}
 HEAD_COLOURS = ("#12365f", "#1f5fa8", "#5b93cc", "#a5c4e4", "#c9d9ea", "#dde6ef", "#e8eef4", "#f0f4f8")

@@ -20,7 +20,17 @@ def update_report(run_dir: Path, section: str, content: Mapping[str, Any]) -> No
 
 def read_report(run_dir: Path) -> dict[str, Any]:
     file = run_dir / "report.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        report = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is damaged ({error}); move it away: every verb writes its own section again"
+        ) from None
+    if not isinstance(report, dict):
+        raise ValueError(f"{file} is no report of this project; move it away, or choose another name=")
+    return report
 
 
 def acceptance_table(evaluation: Evaluation) -> str:

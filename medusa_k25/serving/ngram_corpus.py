@@ -93,14 +93,14 @@ def make_corpus(
 ) -> NgramCorpus:
     """The corpus of at most `max_tokens`, chosen on calibration text, and what it accepts on held-out text.
 
-    cycle_ms: what a pass takes by its number of nodes: the fastest is taken. most_tokens: of held-out text, see
+    cycle_ms: what a pass takes by its number of nodes: the fastest is taken. most_tokens: of calibration and of held-out text, see
     `acceptance.some_of`. Raises ValueError for an empty split, or a tokenizer that is not the target's.
     """
     if min(cycle_ms) < 2:
         raise ValueError(f"num_nodes={min(cycle_ms)}: expected the root and at least one draft, 2 or more")
     if not texts["heldout"]:
         raise ValueError("there is no answer in the heldout split to replay the corpus on; give more conversations")
-    chosen = choose_corpus(texts["train"], texts["calibration"], max_tokens)
+    chosen = choose_corpus(texts["train"], some_of(texts["calibration"], most_tokens), max_tokens)
     lines, read = [], []
     for text in chosen:
         line, answer_T = as_sglang_reads(text.answer_T, tokenizer)
