@@ -400,10 +400,10 @@ class Evaluator:
             return self.num_nodes
         if heads.name == CHAIN:
             return range(2, heads.growth.most_nodes + 1)
-        sizes = [n for n in self.num_nodes if n <= heads.growth.most_nodes]
-        if not sizes:
+        fitting = [n for n in self.num_nodes if n <= heads.growth.most_nodes]
+        if not fitting:
             heads.growth.tree(self.num_nodes[0])  # says how many there are
-        return sizes
+        return fitting
 
     def run(
         self, replayed: Replayed, predictors: Sequence[Predictor], ranks: Mapping[Text, Tensor] | None = None

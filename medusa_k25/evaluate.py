@@ -8,7 +8,7 @@ one where the run has no checkpoint yet, and with checkpoint=null.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,19 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
 
-from medusa_k25.acceptance import BOTH, CHAIN, TREE, Evaluator, HeadsTree, Predictor, Replayed, Row, drawn, ranks_of
+from medusa_k25.acceptance import (
+    BOTH,
+    CHAIN,
+    TREE,
+    Evaluation,
+    Evaluator,
+    HeadsTree,
+    Predictor,
+    Replayed,
+    Row,
+    drawn,
+    ranks_of,
+)
 from medusa_k25.breakdown import break_down
 from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks, think_ids_of
@@ -27,7 +39,7 @@ from medusa_k25.conversations import default_device
 from medusa_k25.costs.cycle import CycleModel, Length, heads_draft_ms
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.costs.served import KIMI_K25_NAME
-from medusa_k25.costs.verdict import fastest_candidates, judge, published_candidates
+from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, published_candidates
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
 from medusa_k25.reports.evaluation import write_page
@@ -58,24 +70,28 @@ def main(cfg: DictConfig) -> None:
     run_dir, hardware = Path(cfg.run_dir), instantiate(cfg.hardware)
     read = of_conversations if reads_conversations(cfg) else of_cache
     evidence = read(cfg, hardware, evaluator)
+    evaluation, verdict, section = judged(evaluator, evidence)
+    print(f"{acceptance_table(evaluation)}\n\n{verdict.text()}")
+    update_report(run_dir, "evaluate", section)
+    print(f"\nwrote {write_page(run_dir)}")
+
+
+def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdict, dict[str, Any]]:
+    """What is accepted, whether it pays, and all of it as the section "evaluate" of report.json."""
     replayed = evidence.replayed
     predictors = evaluator.predictors(evidence.train, replayed, evidence.ranks)
     evaluation = evaluator.run(replayed, predictors, evidence.ranks)
-    print(acceptance_table(evaluation))
 
     sampled = temperatures_of(replayed.heldout)
     of_text = next(iter(sampled)) if len(sampled) == 1 else None
     temperature = evaluator.temperature if evaluator.temperature is not None else of_text or 0.0
     context = evaluator.context if evaluator.context is not None else evidence.passes.usual_context
     place = (evaluator.batch, context, temperature)
-    candidates = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
-    own = [candidate.predictor for candidate in candidates]
-    candidates += published_candidates(evidence.passes)
+    own = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
+    candidates = [*own, *published_candidates(evidence.passes)]
     verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled)
-    print(f"\n{verdict.text()}")
 
-    chosen = next(row.candidate for row in verdict.rows if row.candidate.predictor in own)
-    nodes = {candidate.predictor: candidate.nodes for candidate in candidates}
+    chosen = next(row.candidate for row in verdict.rows if row.candidate in own)
     by_name = {predictor.name: predictor for predictor in predictors}
     section = {
         **evidence.made_from,
@@ -86,13 +102,11 @@ def main(cfg: DictConfig) -> None:
         | broken_down(by_name[chosen.predictor], replayed, chosen.nodes),
     }
     if evidence.ranks is not None:
-        tree = by_name[TREE]
+        tree, nodes = by_name[TREE], next(each.nodes for each in own if each.predictor == TREE)
         assert isinstance(tree, HeadsTree)
-        passes = replayed.passes(tree, nodes[TREE])
-        shape = drawn(tree.tree(nodes[TREE]), passes, replayed.heldout, evidence.ranks)
-        section["tree"] = {"paths": shape.paths, "shares": shape.shares}
-    update_report(run_dir, "evaluate", section)
-    print(f"\nwrote {write_page(run_dir)}")
+        shape = drawn(tree.tree(nodes), replayed.passes(tree, nodes), replayed.heldout, evidence.ranks)
+        section["tree"] = asdict(shape)
+    return evaluation, verdict, section
 
 
 def broken_down(predictor: Predictor, replayed: Replayed, num_nodes: int) -> dict[str, Any]:

@@ -1,15 +1,19 @@
+import html
 import json
 import re
 
 import pytest
 
-from medusa_k25.acceptance import Evaluation, Row
+from medusa_k25.acceptance import Evaluation, Replayed, Row
+from medusa_k25.evaluate import Evidence, judged
 from medusa_k25.replay import walk
 from medusa_k25.reports.evaluation import write_page
-from medusa_k25.reports.pictures import accepted_by_head
+from medusa_k25.reports.pictures import accepted_by_head, break_even_of
 from medusa_k25.reports.report import acceptance_table, read_report, summary, update_report
 from medusa_k25.tracking import MetricsTable
 from medusa_k25.tree import Tree
+from tests.test_acceptance import evaluator_of, made_up
+from tests.test_cycle import RTX
 
 
 @pytest.fixture
@@ -47,20 +51,48 @@ def test_sections_are_kept_side_by_side(tmp_path):
     assert read_report(tmp_path) == {"train": {"a": 3}, "export": {"b": 2}}
 
 
-def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, evaluation):
-    update_report(tmp_path, "evaluate", {"checkpoint": "step <1>"} | evaluation.as_json())
+@pytest.fixture
+def section():
+    """Of made-up text, at the passes of 8 GPUs."""
+    (heldout, ranks), (calibration, more), (train, _) = made_up(1, 9), made_up(2, 12), made_up(3, 6)
+    replayed = Replayed(heldout, calibration)
+    evidence = Evidence(train, replayed, ranks | more, "kimi_k25", RTX, {}, {"checkpoint": "step <1>"})
+    return judged(evaluator_of(2, 4, 9), evidence)[2]
+
+
+def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, section):
+    update_report(tmp_path, "evaluate", section)
     update_report(tmp_path, "export", {"folder": "export", "nodes": 9})
     (tmp_path / "metrics.csv").write_text("step,metric,value\n10,train/loss_head1,3.5\n20,train/loss_head1,2.5\n")
     page = write_page(tmp_path).read_text()
-    assert page.count("<svg") == 3
-    assert "<td>2.000</td>" in page
-    assert "step &lt;1&gt;" in page
+    pictures = {file.stem for file in (tmp_path / "pictures").glob("*.png")}
+    assert pictures == {"speed", "acceptance", "heads", "tree", "overfitting", "depth", "groups", "positions", "loss"}
+    assert page.count("<svg") == len(pictures)
     assert not re.search(r"""(src|href)=["'](?!#)""", page.replace('xlink:href="#', ""))
-    assert "heads, tree:           2.000 (1.900 to 2.100), 50.0% of the passes saved" in summary(tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["evaluate"]["rows"][1]["tree"] == [[0], [1]]
+    assert "step &lt;1&gt;" in page
+    verdict = section["verdict"]
+    assert html.escape(verdict["sentence"]) in page
+    for row in verdict["rows"]:
+        assert f"<th>{row['candidate']['predictor']}</th><td>{row['candidate']['nodes']}</td>" in page
+        assert f"<td>{row['speed']['tok_s']:.1f} (" in page
+    for assumption in verdict["assumptions"]:
+        assert f"<li>{html.escape(assumption)}</li>" in page
+    tree = next(row for row in section["rows"] if (row["predictor"], row["num_nodes"]) == ("heads, tree", 9))
+    assert f"heads, tree:                 {tree['every']['length']:.3f} (" in summary(tmp_path)
+    assert verdict["sentence"] in summary(tmp_path)
 
 
-def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evaluation):
+def test_a_page_without_heads(tmp_path):
+    (heldout, _), (calibration, _) = made_up(1, 9), made_up(2, 12)
+    evidence = Evidence([], Replayed(heldout, calibration), None, "kimi_k25", RTX, {}, {})
+    evaluation, _, section = judged(evaluator_of(2, 4), evidence)
+    assert "head " not in acceptance_table(evaluation)
+    update_report(tmp_path, "evaluate", section)
+    page = write_page(tmp_path).read_text()
+    assert "<h2>Heads</h2>" not in page and "n-gram lookup" in page
+
+
+def test_the_page_shows_the_training_and_labels(tmp_path, section):
     metrics = {
         f"{text}/acceptance_{shape}": value
         for text, value in (("calibration", 1.5), ("heldout", 1.4), ("train", 1.9))
@@ -68,20 +100,22 @@ def test_the_page_shows_training_text_the_break_even_and_labels(tmp_path, evalua
     }
     metrics |= {"heldout/acceptance_tree/a, <b>": 1.7, "heldout/acceptance_chain/a, <b>": 1.2}
     update_report(tmp_path, "train", {"metrics": metrics})
-    update_report(tmp_path, "evaluate", {"checkpoint": "step"} | evaluation.as_json())
-    update_report(tmp_path, "export", {"folder": "export", "nodes": 8})  # the tiles show the nearest size there is
+    update_report(tmp_path, "evaluate", section)
     table = MetricsTable(tmp_path)
-    for step, break_even in ((10, 9.0), (20, 2.46)):  # the latest counts
+    for step, break_even in ((10, 9.0), (20, 2.46)):
         table.log_metrics(metrics | {"break_even": break_even}, step)
     page = write_page(tmp_path).read_text()
-    assert page.count("<svg") == 3
     # matplotlib writes the text of a legend into a comment beside its outlines
-    assert page.count("<!-- break-even, 2.46 -->") == 2
+    assert page.count("<!-- pays from -->") == 2
     assert page.count("<!-- train, tree -->") == page.count("<!-- train, chain -->") == 1
-    assert "<b>2.46</b>" in page
-    assert "heads, tree, 9 nodes" in page
     assert "<tr><th>a, &lt;b&gt;</th><td>1.700</td><td>1.200</td></tr>" in page
     assert "<tr><th>all held-out text</th><td>1.400</td><td>1.400</td></tr>" in page
+
+
+def test_the_length_from_which_it_pays_is_drawn_by_nodes(section):
+    pays = break_even_of(section)
+    assert pays[4] == pytest.approx(2.46)
+    assert list(pays) == [2, 4, 9] and pays[2] < pays[4] < pays[9]
 
 
 def test_accepted_drafts_by_head_come_from_the_passes_of_the_tree(evaluation):

@@ -12,12 +12,12 @@ from medusa_k25.target import Target
 from tests.engines.sglang.accepting import serve_from
 from tests.engines.sglang.engine import serving
 
-NODES, LIMIT = 9, 64
+NODES, LIMIT = 9, 40
 
 
 def probed(target: Target, folder: Path, **arguments: str) -> tuple[list[Measured], float]:
     """What probe measures, and milliseconds a pass of one long answer, prefill included, the least of three."""
-    probe = Probe([1, 4], [48], [{"temperature": 0.0}], short=8, long=40, rounds=3, timeout_s=300)
+    probe = Probe([1, 4], [48], [{"temperature": 0.0}], short=8, long=32, rounds=2, timeout_s=300)
     with serving(target, folder / "log", **arguments) as (url, _):
         server = probe.open(url)
         places, notes = probe.places([server])
@@ -48,5 +48,5 @@ def test_passes_cost_what_answers_take(smollm2: Target, tmp_path: Path) -> None:
             f"{nodes} nodes: {', '.join(f'batch {p.batch} {p.ms:.1f} ms' for p in points)}; answers {whole_ms:.1f} ms"
         )
         # a machine that does other things, too; counting tokens for passes, or rows for batches, is far off
-        assert 0.5 * whole_ms < points[0].ms < 1.5 * whole_ms
+        assert 0.4 * whole_ms < points[0].ms < 2 * whole_ms
         assert points[1].ms < 4 * points[0].ms
