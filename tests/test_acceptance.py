@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_k25.acceptance import (
+    CorpusAndOwnText,
     Evaluation,
     Evaluator,
     HeadsBesideLookup,
@@ -82,7 +83,8 @@ def test_predictors_that_need_texts_alone_are_evaluated_without_heads(replayed_a
     replayed, _ = replayed_and_ranks
     train, _ = made_up(3, 4)
     evaluator = evaluator_of(5, 2)
-    evaluation = evaluator.run(replayed, evaluator.predictors(train, replayed))
+    predictors = evaluator.predictors(train, replayed)
+    evaluation = evaluator.run(replayed, predictors)
     names = ["n-gram lookup", "suffix lookup", "SGLang's NGRAM", "training answers", "training answers + own text"]
     assert [(row.predictor, row.num_nodes, row.tree) for row in evaluation.rows] == [
         (name, n, None) for name in names for n in (2, 5)
@@ -92,6 +94,8 @@ def test_predictors_that_need_texts_alone_are_evaluated_without_heads(replayed_a
     for n in (2, 5):
         accepted = EngineNgram("", corpus).accepted(replayed.heldout, n)
         assert evaluation.row("training answers", n).every == walk_all(accepted).acceptance
+    (both,) = [predictor for predictor in predictors if isinstance(predictor, CorpusAndOwnText)]
+    assert {*both.calibration} <= {*replayed.calibration}  # how drafts are shared is chosen on it alone
     assert evaluation.accuracy_KR == evaluation.labels_K == evaluation.trees == []
     assert evaluation.answers == 9
 

@@ -43,6 +43,18 @@ def test_no_fit_says_that_data_hurt_or_that_a_pass_emits_more_than_it_can(length
         assert fit.at(1e12) <= 5
 
 
+def test_a_curve_that_would_end_above_what_is_possible_is_fitted_below_it():
+    points = [Measured(1_000, 1.0), Measured(2_000, 2.0), Measured(4_000, 3.2)]
+    best = fit_curve(points, most=3.5).best
+    assert best.a == 3.5
+
+    def squares(b):
+        return sum((best.a - b * point.positions**-best.c - point.value) ** 2 for point in points)
+
+    assert squares(best.b) < min(squares(0.99 * best.b), squares(1.01 * best.b))
+    assert best.rms == pytest.approx((squares(best.b) / 3) ** 0.5)
+
+
 def test_two_points_leave_the_exponent_open():
     two, four = (fit_curve(points_of(2.5, 8, 0.3, positions), most=5) for positions in (POSITIONS[:2], POSITIONS))
     widths = [high - low for low, high in (curve.interval(1e6) for curve in (two, four))]

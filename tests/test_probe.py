@@ -220,7 +220,9 @@ def test_a_batch_that_shrinks_is_said(run: Any, blank: Fake, capsys: pytest.Capt
         about["spec_verify_ct"] = about["spec_verify_ct"] if next(count) % 4 == 0 else about["spec_verify_ct"] // 2 + 1
 
     blank.edit = edit
-    run(f"server={blank.url}", "probe.contexts=[64]", "probe.batches=[4]", "probe.rounds=1")
+    report = run(f"server={blank.url}", "probe.contexts=[64]", "probe.batches=[4]", "probe.rounds=1")
+    for each in report["points"]:  # the batch takes as many passes as the request that needs most
+        assert each["point"]["ms"] == pytest.approx(blank.pass_ms(4), rel=1e-3)
     assert "of 4 requests ran, the others had ended" in capsys.readouterr().out
 
 

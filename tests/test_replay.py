@@ -205,6 +205,11 @@ def test_the_difference_of_two_predictors_is_known_better_than_either():
     assert between(resampling.lengths(one) / resampling.lengths(one)) == (1.0, 1.0)
 
 
+def test_between_is_the_middle_95_percent():
+    assert between(torch.arange(1001.0).flip(0)) == pytest.approx((25, 975))
+    assert between(torch.tensor([float("nan"), 2.0, 2.0])) == (2.0, 2.0)  # a draw without a pass says nothing
+
+
 def test_one_document_says_nothing_about_others():
     passes = walk_all([torch.tensor([1, 1, 1]), torch.tensor([0, 0])])
     assert Resampling(["a", "a"]).interval(passes, 5) == (1.0, 5.0)

@@ -107,6 +107,12 @@ def test_published_figures_can_be(drafter: object) -> None:
     assert drafter.draft_ms(RTX.hardware, KIMI_K25) < 10
 
 
+def test_drafting_with_six_layers_takes_their_bytes_and_all_reduces() -> None:
+    (dflash,) = [drafter for drafter in DRAFTERS if drafter.layers == 6]
+    read_ms = (6.96 + 2.35) / (8 * 1.792 * 0.6)
+    assert dflash.draft_ms(RTX.hardware, KIMI_K25) == pytest.approx(read_ms + 13 * 0.051)
+
+
 def test_every_assumption_is_listed() -> None:
     assert verdict(chain(2.2, 2.1, 2.3)).assumptions == (
         "measured passes have the drafting of heads inside: a lookup is taken to take as long",

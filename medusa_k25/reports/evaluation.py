@@ -136,7 +136,7 @@ def verdict_table(verdict: Mapping[str, Any]) -> str:
 
 def break_even_section(verdict: Mapping[str, Any]) -> list[str]:
     """From which acceptance length on a pass of so many nodes pays, and what faster all-reduces would make of it."""
-    levers = {nodes: lever for nodes, lever in verdict["levers"]}
+    levers = dict(verdict["levers"])
     rows = []
     for each in verdict["break_even"]:
         lever = levers.get(each["nodes"])

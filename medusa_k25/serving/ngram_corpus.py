@@ -93,8 +93,9 @@ def make_corpus(
 ) -> NgramCorpus:
     """The corpus of at most `max_tokens`, chosen on calibration text, and what it accepts on held-out text.
 
-    cycle_ms: what a pass takes by its number of nodes: the fastest is taken. most_tokens: of calibration and of held-out text, see
-    `acceptance.some_of`. Raises ValueError for an empty split, or a tokenizer that is not the target's.
+    cycle_ms: what a pass takes by its number of nodes: the fastest is taken. most_tokens: of calibration and of
+    held-out text, see `acceptance.some_of`.
+    Raises ValueError for an empty split, or a tokenizer that is not the target's.
     """
     if min(cycle_ms) < 2:
         raise ValueError(f"num_nodes={min(cycle_ms)}: expected the root and at least one draft, 2 or more")
