@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
-from medusa_k25.costs.hardware import Hardware, Point
+from medusa_k25.costs.hardware import DEFAULT_CONTEXT, Hardware, Point
 from medusa_k25.costs.served import KIMI_K25, KIMI_K25_NAME, Served
 
 # Tokens of one text agree on experts: 4 of them were reported to wake 2.5 times the experts of one, where independent
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
 CORRELATION = 0.672
-DEFAULT_CONTEXT = 1024
 SIZES = (*range(2, 10), 12, 16, 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
 ITEM_BYTES = 2  # of a state in an all-reduce, bf16
 
@@ -152,9 +151,7 @@ class CycleModel:
 
     @property
     def usual_context(self) -> int:
-        """Tokens of context at which single requests were measured; of several the nearest to DEFAULT_CONTEXT."""
-        measured = {point.context for point in self.hardware.cycles if point.batch == 1}
-        return min(measured or {DEFAULT_CONTEXT}, key=lambda context: (abs(log(context / DEFAULT_CONTEXT)), context))
+        return self.hardware.usual_context
 
     def heads_ms(
         self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None

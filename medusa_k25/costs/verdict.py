@@ -6,7 +6,6 @@ from typing import Any
 
 from medusa_k25.acceptance import BOTH, Row
 from medusa_k25.costs.cycle import (
-    DEFAULT_CONTEXT,
     EXTRAPOLATED,
     FROM_PARTS,
     TUNED_BYTES,
@@ -19,6 +18,7 @@ from medusa_k25.costs.cycle import (
     Speed,
 )
 from medusa_k25.costs.drafters import drafters_for
+from medusa_k25.costs.hardware import DEFAULT_CONTEXT
 from medusa_k25.data.texts import temperature_note
 
 PAYS, PAYS_NOT, TOO_CLOSE = "pays", "does not pay", "too close to call"
