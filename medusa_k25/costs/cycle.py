@@ -24,6 +24,7 @@ from medusa_k25.costs.served import KIMI_K25, KIMI_K25_NAME, Served
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
 CORRELATION = 0.672
 SIZES = (*range(2, 10), 12, 16, 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
+FAR = 4  # times more or fewer nodes, requests or tokens of context than a measured pass had
 ITEM_BYTES = 2  # of a state in an all-reduce, bf16
 
 MEASURED, ASSUMED, INTERPOLATED, EXTRAPOLATED, FROM_PARTS = (
@@ -43,8 +44,9 @@ Place = tuple[int, int, float]
 class Cycle:
     """One pass, drafting included. Milliseconds.
 
-    ms takes the experts that tokens of one text wake; low_ms and high_ms are the lower and the higher of this and of
-    tokens that choose independently (an upper bound of the experts). A measured pass needs neither.
+    ms takes the experts that tokens of one text wake; low_ms and high_ms hold this and tokens that choose independently
+    (an upper bound of the experts), and FAR from what was measured both ways to go on from there. A measured pass needs
+    neither.
     parts: of the pass as the model puts it together, whatever was measured; they need not add up to ms.
     assumed: what went in that nobody has measured here, a datasheet's figures apart.
     """
@@ -196,7 +198,17 @@ class CycleModel:
             notes.append("no pass with drafts was measured: drafting comes on top")
         else:
             draft_ms = 0.0
-        ms, other = (self._from(base, nodes, batch, context, independent) + draft_ms for independent in (False, True))
+        estimates = [self._from(base, nodes, batch, context, independent) for independent in (False, True)]
+        base_nodes = base[0].nodes if len(base) == 1 else nodes
+        steps = zip((nodes, batch, context), (base_nodes, *place[:2]), strict=True)
+        if max(max(asked / known, known / asked) for asked, known in steps) > FAR:
+            notes.append(
+                f"a pass of {nodes} nodes, batch {batch}, context {context:,} is more than {FAR} times away from the "
+                "nearest that was measured: its low and high hold the difference as well as the ratio of the parts"
+            )
+            estimates += [self._from(base, nodes, batch, context, each, otherwise=True) for each in (False, True)]
+        estimates = [estimate + draft_ms for estimate in estimates]
+        ms, low, high = estimates[0], min(estimates), max(estimates)
         here = place[:2] == (batch, context)
         if not here:
             notes.append(
@@ -216,7 +228,6 @@ class CycleModel:
         assumed = tuple(f"a pass of {p.nodes} nodes takes {p.ms:g} ms: {p.source}" for p in base if p.basis == ASSUMED)
         if basis == EXTRAPOLATED:
             assumed += self._assumed()
-        low, high = min(ms, other), max(ms, other)
         return Cycle(nodes, batch, context, temperature, ms, low, high, basis, parts, tuple(notes), assumed)
 
     def parts(self, nodes: int, batch: int, context: int, independent: bool = False) -> dict[str, float]:
@@ -228,19 +239,20 @@ class CycleModel:
         gpus = max(machine.gpus, 1)
         tokens = nodes * batch
         of_one_per_ms = machine.bandwidth_tb_s.value * 1e12 * machine.bandwidth_share.value / 1000
-        read = {
+        weights = {
             "weights": served.fixed_bytes / (of_one_per_ms * gpus),
             EXPERTS: served.routed_bytes(tokens if independent else batch * nodes**CORRELATION)
             / (of_one_per_ms * gpus),
-            "context": batch * context * served.kv_bytes_of_rank(machine.gpus) / of_one_per_ms,
         }
         flops = machine.bf16_tflops.value * 1e12 * machine.train_share.value * gpus
         products_ms = 2 * served.active_parameters * tokens / flops * 1000
         allreduce_us = machine.allreduce_us(tokens * served.hidden_size * ITEM_BYTES) if gpus > 1 else 0.0
         return {
             "fixed": machine.fixed_ms.value,
-            **read,
-            "products beyond reading": max(0.0, products_ms - sum(read.values())),
+            **weights,
+            # what is multiplied is those weights, not the context, which other kernels read
+            "products beyond reading": max(0.0, products_ms - sum(weights.values())),
+            "context": batch * context * served.kv_bytes_of_rank(machine.gpus) / of_one_per_ms,
             ALL_REDUCES: served.allreduces * allreduce_us / 1000,
         }
 
@@ -299,8 +311,9 @@ class CycleModel:
         plain = self.cycle(1, batch, context, temperature)
         today = self.baseline_tok_s(batch, context, temperature)
         saved, plain_saved = ((1 - share) * each.parts[ALL_REDUCES] for each in (cycle, plain))
-        cycle_ms = max(cycle.ms - saved, cycle.parts["fixed"])
-        baseline = 1000 / max(1000 / today - plain_saved, plain.parts["fixed"])
+        fixed, plain_ms = self.hardware.fixed_ms.value, 1000 / today
+        cycle_ms = min(cycle.ms, max(cycle.ms - saved, fixed))
+        baseline = 1000 / min(plain_ms, max(plain_ms - plain_saved, fixed))
         return Lever(
             name=f"all-reduces in {share:.0%} of their time",
             cycle_ms=cycle_ms,
@@ -318,10 +331,13 @@ class CycleModel:
             points.append(Point(1, 1, DEFAULT_CONTEXT, 0.0, ms, figure.basis, figure.source))
         return points
 
-    def _from(self, base: list[Point], nodes: int, batch: int, context: int, independent: bool) -> float:
+    def _from(
+        self, base: list[Point], nodes: int, batch: int, context: int, independent: bool, otherwise: bool = False
+    ) -> float:
         """A pass of `base` (or one between two of them), moved by the parts to these nodes, batch and context.
 
         A dearer pass costs as much more as the parts say; a cheaper one as many times less, which stays above 0.
+        `otherwise`: as many times more, or as much less, but no less than half of what the ratio gives.
         """
 
         def total(nodes: int, batch: int, context: int) -> float:
@@ -334,7 +350,11 @@ class CycleModel:
         else:
             ms, known = first.ms, total(first.nodes, first.batch, first.context)
         asked = total(nodes, batch, context)
-        return ms + (asked - known) if asked >= known else ms * asked / known
+        added, scaled = ms + (asked - known), ms * asked / known
+        dearer = asked >= known
+        if dearer == otherwise:
+            return scaled
+        return added if dearer else max(added, scaled / 2)
 
     def _notes(self, nodes: int, batch: int) -> list[str]:
         known, message = self.hardware.allreduces, nodes * batch * self.served.hidden_size * ITEM_BYTES
