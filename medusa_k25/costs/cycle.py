@@ -386,6 +386,13 @@ class CycleModel:
         return tuple(found)
 
 
+def reach(length: float, nodes: int) -> str:
+    """What a needed acceptance length means for passes of `nodes`, where they never or always have it; else nothing."""
+    if length > nodes:
+        return f"more than a pass of {nodes} nodes can emit: never"
+    return "a pass emits 1 at least: always" if length <= 1 else ""
+
+
 def tokens_per_s(length: float, cycle_ms: float) -> float:
     """Of one request. ValueError for an acceptance length below 1: a pass emits a token at least."""
     if not length >= 1:
