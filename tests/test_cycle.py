@@ -215,6 +215,20 @@ def test_near_what_was_measured_one_way_is_taken() -> None:
     assert between.basis == "interpolated" and not any("times away" in note for note in between.notes)
 
 
+def test_the_rounds_of_a_measured_pass_are_its_interval() -> None:
+    points = (
+        Point(1, 1, 1024, 0.0, 10.0, "measured", "test", 9.0, 11.0),
+        Point(5, 1, 1024, 0.0, 20.0, "measured", "test", high_ms=26.0),
+    )
+    model = CycleModel(replace(RTX.hardware, cycles=points), KIMI_K25)
+    found = [(model.cycle(n).low_ms, model.cycle(n).ms, model.cycle(n).high_ms) for n in (1, 3, 5)]
+    assert found == [pytest.approx(each) for each in ((9, 10, 11), (14.5, 15, 18.5), (20, 20, 26))]
+    beyond = model.cycle(6)
+    assert beyond.low_ms == beyond.ms and beyond.high_ms >= 1.3 * beyond.ms
+    speed = model.speed(5, length(2.0))
+    assert (speed.low_tok_s, speed.high_tok_s) == pytest.approx((2000 / 26, 100))
+
+
 def test_a_far_cheaper_pass_costs_something() -> None:
     """The difference of the parts is more than the measured pass took."""
     cycle = measured((16, 32, 32768, 0.0, 5.0)).cycle(1)

@@ -82,6 +82,20 @@ def test_figures_that_differ_no_more_than_noise_are_taken(path: str, value: floa
     assert build(made).name == "rtx_pro_6000_x8"
 
 
+@pytest.mark.parametrize(("low", "high"), [(12.3, 13), (11, 12.1), (0, 13), (11, float("inf")), ("11", 13)])
+def test_rounds_that_do_not_hold_their_pass_are_refused(low: float, high: float) -> None:
+    node = copy.deepcopy(RTX)
+    node["cycles"][0] |= {"low_ms": low, "high_ms": high}
+    with pytest.raises(Exception, match=r"cycles\[0\]: expected 0 < low_ms <= ms <= high_ms"):
+        build(node)
+
+
+def test_the_rounds_of_a_pass_may_be_known() -> None:
+    node = copy.deepcopy(RTX)
+    node["cycles"][0] |= {"low_ms": 12.0, "high_ms": None}
+    assert [(p.low_ms, p.high_ms) for p in build(node).cycles] == [(12.0, None), (None, None)]
+
+
 def test_an_empty_list_may_be_left_out() -> None:
     node = copy.deepcopy(RTX) | {"cycles": None, "notes": None}
     assert (build(node).cycles, build(node).notes) == ((), ())

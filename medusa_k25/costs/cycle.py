@@ -45,8 +45,8 @@ class Cycle:
     """One pass, drafting included. Milliseconds.
 
     ms takes the experts that tokens of one text wake; low_ms and high_ms hold this and tokens that choose independently
-    (an upper bound of the experts), and FAR from what was measured both ways to go on from there. A measured pass needs
-    neither.
+    (an upper bound of the experts), FAR from what was measured both ways to go on from there, and how far the rounds of
+    a measured pass lay apart, where that is known.
     parts: of the pass as the model puts it together, whatever was measured; they need not add up to ms.
     assumed: what went in that nobody has measured here, a datasheet's figures apart.
     """
@@ -208,7 +208,8 @@ class CycleModel:
             )
             estimates += [self._from(base, nodes, batch, context, each, otherwise=True) for each in (False, True)]
         estimates = [estimate + draft_ms for estimate in estimates]
-        ms, low, high = estimates[0], min(estimates), max(estimates)
+        below, above = _spread(base, nodes)
+        ms, low, high = estimates[0], min(estimates) * below, max(estimates) * above
         here = place[:2] == (batch, context)
         if not here:
             notes.append(
@@ -434,6 +435,15 @@ def _require_pass(nodes: int, batch: int, context: int, temperature: float) -> N
         raise ValueError(f"a pass of {nodes} nodes, batch {batch}, context {context}: expected 1 or more of each")
     if not (isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected 0 (greedy) or more")
+
+
+def _spread(base: list[Point], nodes: int) -> tuple[float, float]:
+    """The lowest and the highest round of the measured passes as shares of what they took, between two by nodes."""
+    low = [point.ms if point.low_ms is None else point.low_ms for point in base]
+    high = [point.ms if point.high_ms is None else point.high_ms for point in base]
+    weight = (nodes - base[0].nodes) / (base[1].nodes - base[0].nodes) if len(base) == 2 else 0.0
+    ms, below, above = (each[0] + (each[-1] - each[0]) * weight for each in ([point.ms for point in base], low, high))
+    return below / ms, above / ms
 
 
 def _place(point: Point) -> Place:

@@ -5,7 +5,7 @@ What a verify pass costs on it is in cycle.py, what a training run takes in trai
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from math import isfinite, log
 from typing import Any
 
@@ -44,7 +44,7 @@ class Point:
     """What a pass took: `nodes` tokens verified for each of `batch` requests with `context` tokens before them.
 
     nodes 1 is a pass without speculation. temperature: of the sampling that verifies, 0 greedy. ms: of the whole cycle,
-    drafting included.
+    drafting included. low_ms and high_ms: of the rounds in which it was measured; None: not known.
     """
 
     nodes: int
@@ -54,6 +54,8 @@ class Point:
     ms: float
     basis: str
     source: str
+    low_ms: float | None = None
+    high_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def hardware(
     that contradict each other.
 
     A figure is {value, basis, source}, an all-reduce {bytes, us, basis, source}, a cycle {nodes, batch, context,
-    temperature, ms, basis, source}.
+    temperature, ms, basis, source} and, where they are known, low_ms and high_ms.
     """
     if not isinstance(gpus, int) or gpus < 0:
         raise ValueError(f"hardware {name}: gpus: expected a whole number, 0 for a CPU, got {gpus!r}")
@@ -163,6 +165,10 @@ def hardware(
         counts = (point.nodes, point.batch, point.context)
         if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
             raise ValueError(f"hardware {name}: cycles[{i}]: nodes, batch and context are whole numbers, got {counts}")
+        spread = [point.ms if ms is None else ms for ms in (point.low_ms, point.ms, point.high_ms)]
+        numbers = all(isinstance(ms, int | float) and isfinite(ms) for ms in spread)
+        if not numbers or spread[0] <= 0 or spread != sorted(spread):
+            raise ValueError(f"hardware {name}: cycles[{i}]: expected 0 < low_ms <= ms <= high_ms, got {spread}")
     places = [(point.nodes, point.batch, point.context, point.temperature) for point in points]
     for place in places:
         if not (isinstance(place[3], int | float) and isfinite(place[3]) and place[3] >= 0):
@@ -238,8 +244,9 @@ def _require_agreement(machine: Hardware) -> None:
 
 def _checked(kind: Any, what: str, given: Any, positive: set[str], most: float | None = None) -> Any:
     """`kind` from its mapping, refused unless every key is there and the numbers called `positive` are."""
-    names = {field.name for field in fields(kind)}
-    if not isinstance(given, Mapping) or given.keys() != names:
+    names = {field.name for field in fields(kind) if field.default is MISSING}
+    known = {field.name for field in fields(kind)}
+    if not isinstance(given, Mapping) or not names <= given.keys() <= known:
         raise ValueError(f"{what}: expected {{{', '.join(sorted(names))}}}, got {given!r}")
     for name in positive:
         value = given[name]
