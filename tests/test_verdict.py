@@ -116,7 +116,7 @@ def test_a_range_over_tasks_says_so_and_holds_what_others_measured() -> None:
     assert f"The acceptance length of {MLA} is its makers'" in found.sentence
     for said in (found.text(), "\n".join(found.assumptions)):
         assert "no interval of confidence, and most makers count the token of prefill, too" in said
-        assert "8 RTX PRO 6000 with Kimi-K2.6 in vLLM, 92.4 -> 122.0 tokens/s: 2.28" in said
+        assert "8 RTX PRO 6000 with Kimi-K2.6 in vLLM, 92.4 -> 122.0 tokens/s: an acceptance length of 2.28" in said
     assert "prefill" not in verdict(chain(1.5, 1.4, 1.6), model=RTX).text()
 
 

@@ -67,6 +67,7 @@ DRAFTERS = (
         licence="unknown",
         launch=f"{_SGLANG} {_EAGLE} --speculative-num-draft-tokens 4 --speculative-draft-model-path "
         "lightseekorg/kimi-k2.5-eagle3-mla",
+        # their public notes say 2.0 to 2.68: github.com/local-inference-lab/rtx6kpro, models/kimi-k26-mtp-long-ctx-wip
         others={"users of 8 RTX PRO 6000 with Kimi-K2.6 in vLLM, 92.4 -> 122.0 tokens/s": 2.28},
     ),
     Drafter(

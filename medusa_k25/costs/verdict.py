@@ -188,7 +188,7 @@ def published_candidates(model: CycleModel) -> list[Candidate]:
             licence=drafter.licence,
             launch=drafter.launch,
             drafting_known=drafter.read_bytes is not None,
-            others=tuple(f"{who}: {length:g}" for who, length in drafter.others.items()),
+            others=tuple(f"{who}: an acceptance length of {length:g}" for who, length in drafter.others.items()),
         )
         for drafter in drafters_for(model.hardware)
     ]
