@@ -110,6 +110,8 @@ def test_faster_all_reduces_are_another_way() -> None:
     assert 1.5 < lever.break_even_today < lever.break_even < 2.46
     short = CycleModel(replace(RTX.hardware, cycles=(Point(4, 1, 1024, 0.0, 5, "measured", "test"),)), KIMI_K25)
     assert short.faster_allreduces(4, share=0).cycle_ms == RTX.parts(4, 1, 1024)["fixed"]  # no pass takes less
+    below = measured((1, 1, 1024, 0.0, 1.0), (4, 1, 1024, 0.0, 2.0)).faster_allreduces(4)  # of 2.2 ms that are fixed
+    assert (below.cycle_ms, below.baseline_tok_s) == (2.0, 1000.0)  # no slower than today
     same = RTX.faster_allreduces(4, share=1.0)
     assert (same.cycle_ms, same.break_even) == pytest.approx((30, 2.46))
 
@@ -182,7 +184,55 @@ def test_products_count_where_they_take_longer_than_reading() -> None:
     assert parts["weights"] == pytest.approx(22.4, rel=0.01) and parts["all-reduces"] == parts["experts"] == 0
     assert parts["products beyond reading"] == pytest.approx(215.2 - 22.4, rel=0.01)
     assert model.parts(1, 1, 1)["products beyond reading"] == 0
+    # reading a long context hides none of them
+    assert model.parts(64, 1, 8192)["products beyond reading"] == parts["products beyond reading"]
     assert all(part == 0 for name, part in RTX.parts(16, 8, 1).items() if name == "products beyond reading")
+
+
+def both_ways(model: CycleModel, base: tuple[int, int, int], asked: tuple[int, int, int]) -> list[float]:
+    """By the difference and by the ratio of the parts."""
+    ms = model.cycle(*base).ms
+    before, after = (sum(model.parts(*place).values()) for place in (base, asked))
+    return sorted([ms + after - before, ms * after / before])
+
+
+@pytest.mark.parametrize("asked", [(4, 1, 8192), (4, 16, 128), (64, 1, 128)])
+def test_far_from_what_was_measured_both_ways_to_go_on_are_inside(asked: tuple[int, int, int]) -> None:
+    model = CycleModel(replace(machine("cpu"), cycles=machine("cpu").cycles[2:3]), Served.of_config(SMOLLM2))
+    cycle = model.cycle(*asked)
+    low, high = both_ways(model, (4, 1, 128), asked)
+    assert (cycle.low_ms, cycle.high_ms, cycle.basis) == (pytest.approx(low), pytest.approx(high), "extrapolated")
+    assert low < 0.9 * high and low - 1e-9 <= cycle.ms <= high + 1e-9
+    assert any("more than 4 times away" in note for note in cycle.notes)
+
+
+def test_near_what_was_measured_one_way_is_taken() -> None:
+    model = CycleModel(machine("cpu"), Served.of_config(SMOLLM2))
+    for asked in ((4, 1, 512), (4, 4, 128), (16, 1, 128), (3, 1, 128)):
+        cycle = model.cycle(*asked)
+        assert cycle.low_ms == cycle.ms == cycle.high_ms and not any("times away" in note for note in cycle.notes)
+    between = measured((1, 1, 1024, 0.0, 10.0), (64, 1, 1024, 0.0, 90.0)).cycle(10)
+    assert between.basis == "interpolated" and not any("times away" in note for note in between.notes)
+
+
+def test_the_rounds_of_a_measured_pass_are_its_interval() -> None:
+    points = (
+        Point(1, 1, 1024, 0.0, 10.0, "measured", "test", 9.0, 11.0),
+        Point(5, 1, 1024, 0.0, 20.0, "measured", "test", high_ms=26.0),
+    )
+    model = CycleModel(replace(RTX.hardware, cycles=points), KIMI_K25)
+    found = [(model.cycle(n).low_ms, model.cycle(n).ms, model.cycle(n).high_ms) for n in (1, 3, 5)]
+    assert found == [pytest.approx(each) for each in ((9, 10, 11), (14.5, 15, 18.5), (20, 20, 26))]
+    beyond = model.cycle(6)
+    assert beyond.low_ms == beyond.ms and beyond.high_ms >= 1.3 * beyond.ms
+    speed = model.speed(5, length(2.0))
+    assert (speed.low_tok_s, speed.high_tok_s) == pytest.approx((2000 / 26, 100))
+
+
+def test_a_far_cheaper_pass_costs_something() -> None:
+    """The difference of the parts is more than the measured pass took."""
+    cycle = measured((16, 32, 32768, 0.0, 5.0)).cycle(1)
+    assert 0 < cycle.low_ms == pytest.approx(cycle.ms / 2, rel=0.01) and cycle.low_ms < cycle.ms <= cycle.high_ms
 
 
 def test_a_cheaper_pass_than_any_measured_costs_something() -> None:

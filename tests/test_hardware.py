@@ -47,6 +47,14 @@ RTX = yaml.safe_load((conf_dir() / "hardware" / "rtx_pro_6000_x8.yaml").read_tex
         ("gpus", -8, "gpus: expected a whole number"),
         ("cycles.0.nodes", 1.5, r"cycles\[0\]: nodes, batch and context are whole numbers"),
         ("allreduces.0.bytes", 57344, "two all-reduces of 57344 bytes"),
+        ("memory_gb.value", 0.96, "memory_gb is 0.96, expected 1 or more"),
+        ("cycles", 12.2, "cycles: expected a list, empty where nothing is known, got 12.2"),
+        ("notes", "a note", "notes: expected a list"),
+        ("baseline_tok_s.value", 100, r"baseline_tok_s is 100, but the pass of one node .* 12.2 ms, 82.0 tokens/s"),
+        ("baseline_tok_s.value", 64, "baseline_tok_s is 64, but the pass of one node"),
+        ("fixed_ms.value", 12.3, "fixed_ms is 12.3, but a whole pass of one node took 12.2 ms"),
+        ("allreduces.1.us", 25, "an all-reduce of 57,344 bytes takes 25 us, one of 14,336 51"),
+        ("cycles.1.ms", 6, "a pass of 4 nodes takes 6 ms, one of 1 node 12.2 at the same batch 1"),
     ],
 )
 def test_missing_and_impossible_figures_are_refused(path, value, message):
@@ -59,6 +67,40 @@ def test_missing_and_impossible_figures_are_refused(path, value, message):
     with pytest.raises(Exception, match="hardware rtx_pro_6000_x8") as raised:
         build(node)
     assert raised.match(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(("baseline_tok_s.value", 97), ("baseline_tok_s.value", 67), ("fixed_ms.value", 12.2)),
+        *(("allreduces.1.us", 26), ("cycles.1.ms", 6.2), ("cycles.0.context", 32768), ("memory_gb.value", 1)),
+    ],
+)
+def test_figures_that_differ_no_more_than_noise_are_taken(path: str, value: float) -> None:
+    node = copy.deepcopy(RTX)
+    OmegaConf.update(made := OmegaConf.create(node), path, value)
+    assert build(made).name == "rtx_pro_6000_x8"
+
+
+@pytest.mark.parametrize(("low", "high"), [(12.3, 13), (11, 12.1), (0, 13), (11, float("inf")), ("11", 13)])
+def test_rounds_that_do_not_hold_their_pass_are_refused(low: float, high: float) -> None:
+    node = copy.deepcopy(RTX)
+    node["cycles"][0] |= {"low_ms": low, "high_ms": high}
+    with pytest.raises(Exception, match=r"cycles\[0\]: expected 0 < low_ms <= ms <= high_ms"):
+        build(node)
+
+
+def test_the_rounds_of_a_pass_may_be_known() -> None:
+    node = copy.deepcopy(RTX)
+    node["cycles"][0] |= {"low_ms": 12.0, "high_ms": None}
+    assert [(p.low_ms, p.high_ms) for p in build(node).cycles] == [(12.0, None), (None, None)]
+
+
+def test_an_empty_list_may_be_left_out() -> None:
+    node = copy.deepcopy(RTX) | {"cycles": None, "notes": None}
+    assert (build(node).cycles, build(node).notes) == ((), ())
+    with pytest.raises(Exception, match="8 GPUs, but allreduces is empty"):
+        build(node | {"allreduces": None})
 
 
 def test_an_all_reduce_of_any_size() -> None:

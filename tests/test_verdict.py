@@ -12,7 +12,7 @@ from medusa_k25.costs.hardware import Point
 from medusa_k25.costs.served import KIMI_K25
 from medusa_k25.costs.verdict import Candidate, Verdict, fastest_candidates, judge, published_candidates
 from medusa_k25.replay import Acceptance
-from tests.test_cycle import B200, RTX
+from tests.test_cycle import B200, RTX, measured
 
 K25 = "moonshotai/Kimi-K2.5"
 MEASURED = CycleModel(
@@ -27,7 +27,7 @@ MEASURED = CycleModel(
 
 
 def verdict(
-    *candidates: Candidate, model: CycleModel = MEASURED, target: str = K25, temperature: float = 0.0
+    *candidates: Candidate, model: CycleModel = MEASURED, target: str | None = K25, temperature: float = 0.0
 ) -> Verdict:
     return judge(model, candidates, target, text_temperatures={temperature})
 
@@ -91,6 +91,112 @@ def test_a_published_drafter_that_wins_is_named() -> None:
         assert drafter.name in text and drafter.launch in text and drafter.source in text
         assert f"{drafter.name} accepts on your text what it does on its makers'" in found.assumptions
     assert "AQ-MedAI/Kimi-K25-eagle3: what drafting costs is unknown and taken as nothing" in found.assumptions
+
+
+def published(name: str, model: CycleModel) -> Candidate:
+    [candidate] = [each for each in published_candidates(model) if each.predictor == name]
+    return candidate
+
+
+MLA = "lightseekorg/kimi-k2.5-eagle3-mla"
+ONE_FIGURE = "AQ-MedAI/Kimi-K25-eagle3"
+
+
+def test_a_range_over_tasks_says_so_and_holds_what_others_measured() -> None:
+    mla = published(MLA, RTX)
+    assert (mla.length.low, mla.length.high) == (2.28, 3.139)
+    assert mla.length.mean == pytest.approx(20.542 / 7)  # over its makers' tasks alone
+    found = verdict(chain(1.5, 1.4, 1.6), mla, model=RTX)
+    assert found.rows[0].speed.low_tok_s == pytest.approx(76)
+    assert found.rows[0].outcome == "too close to call"
+    assert found.rows[0].length == "2.935 (2.280 to 3.139 by task)" and found.rows[0].length in found.text()
+    assert found.rows[1].length == "1.500 (1.400 to 1.600)"
+    assert found.sentence.startswith(f"Too close to call: the best is {MLA} with 4 nodes at 97.8 tokens/s (76.0 to 104")
+    assert ", if a pass takes 30.0 ms, which is assumed; " in found.sentence
+    assert f"The acceptance length of {MLA} is its makers'" in found.sentence
+    for said in (found.text(), "\n".join(found.assumptions)):
+        assert "no interval of confidence, and most makers count the token of prefill, too" in said
+        assert "8 RTX PRO 6000 with Kimi-K2.6 in vLLM, 92.4 -> 122.0 tokens/s: an acceptance length of 2.28" in said
+    assert "prefill" not in verdict(chain(1.5, 1.4, 1.6), model=RTX).text()
+
+
+def test_one_published_figure_is_never_sure() -> None:
+    """Nor does it pay for sure while nobody knows what its drafting costs."""
+    only = published(ONE_FIGURE, MEASURED)
+    for mean in (1.2, 3.071, 5.0):
+        found = verdict(replace(only, length=Length(mean, mean, mean)))
+        assert found.rows[0].outcome == "too close to call"
+        assert "; its acceptance length is one figure, without a range; " in found.sentence
+        assert "; what drafting costs is unknown; " in found.sentence
+        assert f"{mean:.3f} (one figure, no range)" in found.text()
+    outcomes = []
+    for lengths in (Length(4.8, 4.7, 4.9), Length(1.2, 1.1, 1.3)):
+        outcomes.append(verdict(replace(only, length=lengths)).rows[0].outcome)
+    assert outcomes == ["too close to call", "does not pay"]
+    known = replace(only, length=Length(4.8, 4.7, 4.9), drafting_known=True)
+    assert verdict(known).rows[0].outcome == "pays"  # its worst task does
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "how"),
+    [
+        *((RTX, 4, "30.0 ms, which is assumed"), (RTX, 2, "18.1 ms, which is interpolated")),
+        *((RTX, 8, "57.0 ms, which is extrapolated"), (B200, 4, "5.0 ms, which is put together from parts")),
+    ],
+)
+@pytest.mark.parametrize("mean", [1.01, 1.99])
+def test_the_sentence_says_what_a_pass_that_was_not_measured_is(
+    model: CycleModel, nodes: int, how: str, mean: float
+) -> None:
+    assert f", if a pass takes {how}" in verdict(chain(mean, mean, mean, nodes), model=model).sentence
+
+
+def test_what_is_too_close_is_said_before_nothing_pays() -> None:
+    found = verdict(chain(1.9, 1.85, 1.95), chain(1.7, 1.4, 2.1, name="wide"))
+    assert found.sentence.startswith(
+        "Too close to call: wide with 4 nodes at 68.0 tokens/s (56.0 to 84.0), and 80.0 without speculation lies inside"
+    )
+    assert found.sentence.endswith("; Medusa chain with 4 nodes at 76.0 tokens/s (74.0 to 78.0) does not pay.")
+
+
+def test_text_of_another_target_is_a_rehearsal() -> None:
+    rows = chain(2.2, 2.1, 2.3), chain(1.5, 1.4, 1.6, name="n-gram lookup")
+    found = verdict(*rows, *published_candidates(MEASURED), target="smollm2")
+    for row in found.rows:
+        assert (row.outcome == "a rehearsal") == (not row.candidate.published)
+    assert found.sentence == (
+        "No verdict: the text is smollm2's, the passes are moonshotai/Kimi-K2.5's; as a rehearsal the rows say: "
+        + verdict(*rows).sentence
+    )
+    assert "x a rehearsal" in found.text() and found.target == "smollm2"
+
+
+def test_text_of_an_unknown_target_is_taken_for_the_machines() -> None:
+    found = verdict(chain(2.2, 2.1, 2.3), target=None)
+    assert found.rows[0].outcome == "pays" and found.target == K25
+    assert found.assumptions[0] == "whose answers these are is not in the file: taken as moonshotai/Kimi-K2.5's"
+    assert found.sentence.endswith(
+        " 1.10x. Whose answers these are is not in the file: taken as moonshotai/Kimi-K2.5's."
+    )
+    assert "Whose answers" not in verdict(chain(2.2, 2.1, 2.3)).sentence
+
+
+def test_needed_lengths_that_no_pass_or_every_pass_has_say_so() -> None:
+    slow = measured((1, 1, 1024, 0.0, 12.5), (4, 1, 1024, 0.0, 55.0))
+    found = verdict(chain(2.2, 2.1, 2.3), model=slow)
+    assert "length of 4.40 (more than a pass of 4 nodes can emit: never) at this cycle of 55.0 ms" in found.sentence
+    assert "  4 nodes: 4.40 (4.40 to 4.40) at 55.0 ms, measured (more than a pass of 4 nodes can emit: never)" in (
+        found.text()
+    )
+    text = verdict(chain(2.2, 2.1, 2.3), model=measured((1, 1, 1024, 0.0, 12.5), (4, 1, 1024, 0.0, 12.0))).text()
+    assert "  4 nodes: 0.96 (0.96 to 0.96) at 12.0 ms, measured (a pass emits 1 at least: always)" in text
+    assert "can emit" not in (usual := verdict(chain(2.2, 2.1, 2.3)).text()) and "always" not in usual
+
+
+def test_levers_are_for_all_reduces_that_were_measured() -> None:
+    assert verdict(chain(2.2, 2.1, 2.3), model=RTX).levers
+    found = verdict(chain(2.2, 2.1, 2.3), model=B200)
+    assert found.levers == () and "tuned all-reduces" not in found.text()
 
 
 def test_published_drafters_are_listed_for_their_target_alone() -> None:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
-from medusa_k25.costs.hardware import Hardware, Point
+from medusa_k25.costs.hardware import DEFAULT_CONTEXT, Hardware, Point
 from medusa_k25.costs.served import KIMI_K25, KIMI_K25_NAME, Served
 
 # Tokens of one text agree on experts: 4 of them were reported to wake 2.5 times the experts of one, where independent
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
 CORRELATION = 0.672
-DEFAULT_CONTEXT = 1024
 SIZES = (*range(2, 10), 12, 16, 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
+FAR = 4  # times more or fewer nodes, requests or tokens of context than a measured pass had
 ITEM_BYTES = 2  # of a state in an all-reduce, bf16
 
 MEASURED, ASSUMED, INTERPOLATED, EXTRAPOLATED, FROM_PARTS = (
@@ -44,8 +44,9 @@ Place = tuple[int, int, float]
 class Cycle:
     """One pass, drafting included. Milliseconds.
 
-    ms takes the experts that tokens of one text wake; low_ms and high_ms are the lower and the higher of this and of
-    tokens that choose independently (an upper bound of the experts). A measured pass needs neither.
+    ms takes the experts that tokens of one text wake; low_ms and high_ms hold this and tokens that choose independently
+    (an upper bound of the experts), FAR from what was measured both ways to go on from there, and how far the rounds of
+    a measured pass lay apart, where that is known.
     parts: of the pass as the model puts it together, whatever was measured; they need not add up to ms.
     assumed: what went in that nobody has measured here, a datasheet's figures apart.
     """
@@ -152,9 +153,7 @@ class CycleModel:
 
     @property
     def usual_context(self) -> int:
-        """Tokens of context at which single requests were measured; of several the nearest to DEFAULT_CONTEXT."""
-        measured = {point.context for point in self.hardware.cycles if point.batch == 1}
-        return min(measured or {DEFAULT_CONTEXT}, key=lambda context: (abs(log(context / DEFAULT_CONTEXT)), context))
+        return self.hardware.usual_context
 
     def heads_ms(
         self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None
@@ -199,7 +198,18 @@ class CycleModel:
             notes.append("no pass with drafts was measured: drafting comes on top")
         else:
             draft_ms = 0.0
-        ms, other = (self._from(base, nodes, batch, context, independent) + draft_ms for independent in (False, True))
+        estimates = [self._from(base, nodes, batch, context, independent) for independent in (False, True)]
+        base_nodes = base[0].nodes if len(base) == 1 else nodes
+        steps = zip((nodes, batch, context), (base_nodes, *place[:2]), strict=True)
+        if max(max(asked / known, known / asked) for asked, known in steps) > FAR:
+            notes.append(
+                f"a pass of {nodes} nodes, batch {batch}, context {context:,} is more than {FAR} times away from the "
+                "nearest that was measured: its low and high hold the difference as well as the ratio of the parts"
+            )
+            estimates += [self._from(base, nodes, batch, context, each, otherwise=True) for each in (False, True)]
+        estimates = [estimate + draft_ms for estimate in estimates]
+        below, above = _spread(base, nodes)
+        ms, low, high = estimates[0], min(estimates) * below, max(estimates) * above
         here = place[:2] == (batch, context)
         if not here:
             notes.append(
@@ -219,7 +229,6 @@ class CycleModel:
         assumed = tuple(f"a pass of {p.nodes} nodes takes {p.ms:g} ms: {p.source}" for p in base if p.basis == ASSUMED)
         if basis == EXTRAPOLATED:
             assumed += self._assumed()
-        low, high = min(ms, other), max(ms, other)
         return Cycle(nodes, batch, context, temperature, ms, low, high, basis, parts, tuple(notes), assumed)
 
     def parts(self, nodes: int, batch: int, context: int, independent: bool = False) -> dict[str, float]:
@@ -231,19 +240,20 @@ class CycleModel:
         gpus = max(machine.gpus, 1)
         tokens = nodes * batch
         of_one_per_ms = machine.bandwidth_tb_s.value * 1e12 * machine.bandwidth_share.value / 1000
-        read = {
+        weights = {
             "weights": served.fixed_bytes / (of_one_per_ms * gpus),
             EXPERTS: served.routed_bytes(tokens if independent else batch * nodes**CORRELATION)
             / (of_one_per_ms * gpus),
-            "context": batch * context * served.kv_bytes_of_rank(machine.gpus) / of_one_per_ms,
         }
         flops = machine.bf16_tflops.value * 1e12 * machine.train_share.value * gpus
         products_ms = 2 * served.active_parameters * tokens / flops * 1000
         allreduce_us = machine.allreduce_us(tokens * served.hidden_size * ITEM_BYTES) if gpus > 1 else 0.0
         return {
             "fixed": machine.fixed_ms.value,
-            **read,
-            "products beyond reading": max(0.0, products_ms - sum(read.values())),
+            **weights,
+            # what is multiplied is those weights, not the context, which other kernels read
+            "products beyond reading": max(0.0, products_ms - sum(weights.values())),
+            "context": batch * context * served.kv_bytes_of_rank(machine.gpus) / of_one_per_ms,
             ALL_REDUCES: served.allreduces * allreduce_us / 1000,
         }
 
@@ -302,8 +312,9 @@ class CycleModel:
         plain = self.cycle(1, batch, context, temperature)
         today = self.baseline_tok_s(batch, context, temperature)
         saved, plain_saved = ((1 - share) * each.parts[ALL_REDUCES] for each in (cycle, plain))
-        cycle_ms = max(cycle.ms - saved, cycle.parts["fixed"])
-        baseline = 1000 / max(1000 / today - plain_saved, plain.parts["fixed"])
+        fixed, plain_ms = self.hardware.fixed_ms.value, 1000 / today
+        cycle_ms = min(cycle.ms, max(cycle.ms - saved, fixed))
+        baseline = 1000 / min(plain_ms, max(plain_ms - plain_saved, fixed))
         return Lever(
             name=f"all-reduces in {share:.0%} of their time",
             cycle_ms=cycle_ms,
@@ -321,10 +332,13 @@ class CycleModel:
             points.append(Point(1, 1, DEFAULT_CONTEXT, 0.0, ms, figure.basis, figure.source))
         return points
 
-    def _from(self, base: list[Point], nodes: int, batch: int, context: int, independent: bool) -> float:
+    def _from(
+        self, base: list[Point], nodes: int, batch: int, context: int, independent: bool, otherwise: bool = False
+    ) -> float:
         """A pass of `base` (or one between two of them), moved by the parts to these nodes, batch and context.
 
         A dearer pass costs as much more as the parts say; a cheaper one as many times less, which stays above 0.
+        `otherwise`: as many times more, or as much less, but no less than half of what the ratio gives.
         """
 
         def total(nodes: int, batch: int, context: int) -> float:
@@ -337,7 +351,11 @@ class CycleModel:
         else:
             ms, known = first.ms, total(first.nodes, first.batch, first.context)
         asked = total(nodes, batch, context)
-        return ms + (asked - known) if asked >= known else ms * asked / known
+        added, scaled = ms + (asked - known), ms * asked / known
+        dearer = asked >= known
+        if dearer == otherwise:
+            return scaled
+        return added if dearer else max(added, scaled / 2)
 
     def _notes(self, nodes: int, batch: int) -> list[str]:
         known, message = self.hardware.allreduces, nodes * batch * self.served.hidden_size * ITEM_BYTES
@@ -367,6 +385,13 @@ class CycleModel:
                 f"{CORRELATION} as the exponent with which tokens of one text wake experts: one report of 4 tokens"
             )
         return tuple(found)
+
+
+def reach(length: float, nodes: int) -> str:
+    """What a needed acceptance length means for passes of `nodes`, where they never or always have it; else nothing."""
+    if length > nodes:
+        return f"more than a pass of {nodes} nodes can emit: never"
+    return "a pass emits 1 at least: always" if length <= 1 else ""
 
 
 def tokens_per_s(length: float, cycle_ms: float) -> float:
@@ -410,6 +435,15 @@ def _require_pass(nodes: int, batch: int, context: int, temperature: float) -> N
         raise ValueError(f"a pass of {nodes} nodes, batch {batch}, context {context}: expected 1 or more of each")
     if not (isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected 0 (greedy) or more")
+
+
+def _spread(base: list[Point], nodes: int) -> tuple[float, float]:
+    """The lowest and the highest round of the measured passes as shares of what they took, between two by nodes."""
+    low = [point.ms if point.low_ms is None else point.low_ms for point in base]
+    high = [point.ms if point.high_ms is None else point.high_ms for point in base]
+    weight = (nodes - base[0].nodes) / (base[1].nodes - base[0].nodes) if len(base) == 2 else 0.0
+    ms, below, above = (each[0] + (each[-1] - each[0]) * weight for each in ([point.ms for point in base], low, high))
+    return below / ms, above / ms
 
 
 def _place(point: Point) -> Place:
