@@ -189,6 +189,12 @@ def test_products_count_where_they_take_longer_than_reading() -> None:
     assert all(part == 0 for name, part in RTX.parts(16, 8, 1).items() if name == "products beyond reading")
 
 
+def of_cpu(*nodes: int) -> CycleModel:
+    """The passes that the file has, without the spread of their rounds."""
+    points = [replace(p, low_ms=None, high_ms=None) for p in machine("cpu").cycles if not nodes or p.nodes in nodes]
+    return CycleModel(replace(machine("cpu"), cycles=tuple(points)), Served.of_config(SMOLLM2))
+
+
 def both_ways(model: CycleModel, base: tuple[int, int, int], asked: tuple[int, int, int]) -> list[float]:
     """By the difference and by the ratio of the parts."""
     ms = model.cycle(*base).ms
@@ -198,7 +204,7 @@ def both_ways(model: CycleModel, base: tuple[int, int, int], asked: tuple[int, i
 
 @pytest.mark.parametrize("asked", [(4, 1, 8192), (4, 16, 128), (64, 1, 128)])
 def test_far_from_what_was_measured_both_ways_to_go_on_are_inside(asked: tuple[int, int, int]) -> None:
-    model = CycleModel(replace(machine("cpu"), cycles=machine("cpu").cycles[2:3]), Served.of_config(SMOLLM2))
+    model = of_cpu(4)
     cycle = model.cycle(*asked)
     low, high = both_ways(model, (4, 1, 128), asked)
     assert (cycle.low_ms, cycle.high_ms, cycle.basis) == (pytest.approx(low), pytest.approx(high), "extrapolated")
@@ -207,7 +213,7 @@ def test_far_from_what_was_measured_both_ways_to_go_on_are_inside(asked: tuple[i
 
 
 def test_near_what_was_measured_one_way_is_taken() -> None:
-    model = CycleModel(machine("cpu"), Served.of_config(SMOLLM2))
+    model = of_cpu()
     for asked in ((4, 1, 512), (4, 4, 128), (16, 1, 128), (3, 1, 128)):
         cycle = model.cycle(*asked)
         assert cycle.low_ms == cycle.ms == cycle.high_ms and not any("times away" in note for note in cycle.notes)

@@ -118,6 +118,7 @@ DRAFTERS = (
         layers=6,
         read_bytes=6.96e9 + 2.35e9,
         read_source="6 layers in a file of 6.48 GiB, and the target's lm_head",
+        others={"florianleibert/kimi-k26-dflash-mi300x, Kimi-K2.6 on 8 MI300X, 16% of 8 drafts": 1 + 8 * 0.16},
         source="https://huggingface.co/z-lab/Kimi-K2.5-DFlash (as cards of its conversions quote it)",
         licence="MIT",
         launch=f"{_SGLANG} --speculative-algorithm DFLASH --speculative-num-draft-tokens 8 "

@@ -232,6 +232,8 @@ class Probe:
             float(f"{ms:.4g}"),
             "measured",
             source,
+            low_ms=float(f"{min(of_rounds):.4g}"),
+            high_ms=float(f"{max(of_rounds):.4g}"),
         )
         return Measured(point, min(of_rounds), max(of_rounds), median(each.running for each in longs))
 

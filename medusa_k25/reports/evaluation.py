@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_k25.costs.cycle import reach
 from medusa_k25.reports.page import html_page, picture, table, tile
 from medusa_k25.reports.pictures import (
     accepted_by_head,
@@ -116,13 +117,13 @@ def verdict_table(verdict: Mapping[str, Any]) -> str:
     rows = []
     for row in verdict["rows"]:
         candidate, speed = row["candidate"], row["speed"]
-        length, cycle = candidate["length"], speed["cycle"]
+        cycle = speed["cycle"]
         remark = "published" if candidate["published"] else "" if candidate["served"] else "replayed only"
         rows.append(
             [
                 candidate["predictor"],
                 str(candidate["nodes"]),
-                f"{length['mean']:.3f} ({length['low']:.3f} to {length['high']:.3f})",
+                row["length"],
                 f"{cycle['ms']:.1f} ms, {cycle['basis']}",
                 f"{speed['tok_s']:.1f} ({speed['low_tok_s']:.1f} to {speed['high_tok_s']:.1f})",
                 f"{speed['tok_s'] / verdict['baseline_tok_s']:.2f}",
@@ -145,7 +146,8 @@ def break_even_section(verdict: Mapping[str, Any]) -> list[str]:
             [
                 str(each["nodes"]),
                 f"{each['cycle_ms']:.1f} ms, {each['basis']}",
-                f"{each['length']:.2f} ({each['low']:.2f} to {each['high']:.2f})",
+                f"{each['length']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+                + (f", {remark}" if (remark := reach(each["length"], each["nodes"])) else ""),
                 *(faster if levers else []),
             ]
         )
@@ -277,8 +279,9 @@ def notes_section(verdict: Mapping[str, Any]) -> list[str]:
     if published:
         found.append("<h2>Drafters that others published</h2>")
     for candidate in published:
+        said = "; ".join([candidate["source"], *candidate["others"]])
         found.append(
             f"<p>{html.escape(candidate['predictor'])}, licence {html.escape(candidate['licence'])}: "
-            f"{html.escape(candidate['source'])}</p><pre>{html.escape(candidate['launch'])}</pre>"
+            f"{html.escape(said)}</p><pre>{html.escape(candidate['launch'])}</pre>"
         )
     return found
