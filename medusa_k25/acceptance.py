@@ -356,7 +356,7 @@ class Evaluator:
     ngram_longest: tokens that n-gram lookup looks up at most. corpus_tokens: of a corpus, see `choose_corpus`.
     most_tokens: of calibration and of held-out text that is walked, whole conversations; null: all.
     batch, context: requests at a time, and tokens before each; null: as many as the machine was measured with.
-    temperature: that they are served at; null: the text's.
+    temperature: that they are served at; null: the text's. judged_nodes: size that is judged; null: the fastest.
     """
 
     def __init__(
@@ -369,6 +369,7 @@ class Evaluator:
         batch: int,
         context: int | None,
         temperature: float | None,
+        judged_nodes: int | None = None,
     ):
         sizes = sorted({nodes for nodes in num_nodes if nodes is not None})
         if not sizes or not all(isinstance(nodes, int) and nodes in ALL_SIZES for nodes in sizes):
@@ -383,6 +384,7 @@ class Evaluator:
         self.num_nodes, self.max_width, self.ngram_longest = sizes, max_width, ngram_longest
         self.corpus_tokens, self.most_tokens = corpus_tokens, most_tokens
         self.batch, self.context, self.temperature = batch, context, temperature
+        self.judged_nodes = judged_nodes
 
     def replayed(self, texts: Mapping[Split, Sequence[Text]]) -> Replayed:
         """The text that is walked; ValueError where there is none."""
@@ -417,6 +419,11 @@ class Evaluator:
         if not sizes:
             heads.growth.tree(self.num_nodes[0])  # says how many there are
         return sizes
+
+    def judged(self, rows: Sequence[Row]) -> list[Row]:
+        """Those among which the fastest is looked for: of `judged_nodes`, where a predictor has that size."""
+        of_size = {row.predictor for row in rows if row.num_nodes == self.judged_nodes}
+        return [row for row in rows if row.predictor not in of_size or row.num_nodes == self.judged_nodes]
 
     def run(
         self, replayed: Replayed, predictors: Sequence[Predictor], ranks: Mapping[Text, Tensor] | None = None

@@ -87,7 +87,7 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
     temperature = evaluator.temperature if evaluator.temperature is not None else of_text or 0.0
     context = evaluator.context if evaluator.context is not None else evidence.passes.usual_context
     place = (evaluator.batch, context, temperature)
-    own = fastest_candidates(evaluation.rows, evidence.passes, evidence.draft_ms, *place)
+    own = fastest_candidates(evaluator.judged(evaluation.rows), evidence.passes, evidence.draft_ms, *place)
     candidates = [*own, *published_candidates(evidence.passes)]
     verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled)
 

@@ -147,6 +147,17 @@ def test_what_cannot_be_evaluated_is_refused(given, message):
         Evaluator(num_nodes, 8, 4, 10_000, None, *place)
 
 
+def test_a_size_can_be_fixed_where_a_predictor_has_it(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    rows = evaluate(evaluator_of(2, 9), replayed, ranks).rows
+    assert evaluator_of(2, 9).judged(rows) == rows
+    judged = Evaluator([2, 9], 8, 4, 10_000, None, 1, 1024, None, judged_nodes=9).judged(rows)
+    sizes = {
+        name: {row.num_nodes for row in judged if row.predictor == name} for name in ("heads, tree", "heads, chain")
+    }
+    assert sizes == {"heads, tree": {9}, "heads, chain": {2, 3, 4}}
+
+
 def test_the_drawn_tree_counts_what_passes_accept(replayed_and_ranks):
     replayed, ranks = replayed_and_ranks
     tree = HeadsTree("heads", grow([ranks[text] for text in replayed.calibration], 9, 8), ranks)
