@@ -209,6 +209,7 @@ class Evaluation:
 
     answers: int
     loops: int
+    topics: int  # that the held-out text has; 0 where it names none. Intervals are for text of these
     rows: list[Row]
     accuracy_KR: list[list[float]]
     labels_K: list[int]
@@ -221,6 +222,7 @@ class Evaluation:
         return {
             "answers": self.answers,
             "loops": self.loops,
+            "topics": self.topics,
             "accuracy": self.accuracy_KR,
             "labels": self.labels_K,
             "rows": [row.as_json() for row in self.rows],
@@ -448,4 +450,5 @@ class Evaluator:
                 ("product", product_growth(ranks, replayed.calibration, most, self.max_width)),
             ):
                 trees += tree_sizes(chosen, growth, ranks, replayed)
-        return Evaluation(len(replayed.heldout), int(replayed.loops_I.sum()), rows, accuracy_KR, labels, trees)
+        loops, topics = int(replayed.loops_I.sum()), len({text.group for text in replayed.heldout} - {None})
+        return Evaluation(len(replayed.heldout), loops, topics, rows, accuracy_KR, labels, trees)

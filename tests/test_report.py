@@ -1,6 +1,7 @@
 import html
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ def evaluation():
         row("heads, tree", [1, 1, 1, 1], Tree([[0], [1]])),
     ]
     accuracy_KR = [[0.4, 0.5, 0.6, 0.7, 0.8], [0.2, 0.3, 0.4, 0.5, 0.6]]
-    return Evaluation(answers=1, loops=0, rows=rows, accuracy_KR=accuracy_KR, labels_K=[4, 3], trees=[])
+    return Evaluation(answers=1, loops=0, topics=3, rows=rows, accuracy_KR=accuracy_KR, labels_K=[4, 3], trees=[])
 
 
 def test_the_table_shows_every_predictor(evaluation):
@@ -42,6 +43,11 @@ def test_the_table_shows_every_predictor(evaluation):
         "0.500",
         "0.600",
     ]
+
+
+def test_the_table_says_of_how_many_topics_the_text_is(evaluation):
+    assert "on all 1 held-out answers, of 3 topics\n" in acceptance_table(evaluation)
+    assert "on all 1 held-out answers\n" in acceptance_table(replace(evaluation, topics=0))
 
 
 def test_sections_are_kept_side_by_side(tmp_path):

@@ -92,9 +92,10 @@ def place_of(verdict: Mapping[str, Any]) -> str:
 
 def tiles(evaluation: Mapping[str, Any], decode: Mapping[str, Any] | None) -> list[str]:
     verdict = evaluation["verdict"]
-    baseline, loops = verdict["baseline_tok_s"], evaluation["loops"]
+    baseline, loops, topics = verdict["baseline_tok_s"], evaluation["loops"], evaluation["topics"]
+    of_topics = f"of {topics} topics, " if topics else ""
     found = [
-        tile("held-out answers", f"{evaluation['answers']:,}", f"{loops} end in a loop"),
+        tile("held-out answers", f"{evaluation['answers']:,}", f"{of_topics}{loops} end in a loop"),
         tile("without speculation", f"{baseline:.1f}", "tokens/s"),
     ]
     for row in verdict["rows"][:3]:

@@ -48,8 +48,9 @@ def acceptance_table(evaluation: Evaluation) -> str:
     predictors = list(dict.fromkeys(row.predictor for row in evaluation.rows))
     cells = {(row.predictor, row.num_nodes): row for row in evaluation.rows}
     wide = max(24, *(len(predictor) + 2 for predictor in predictors))
+    topics = f", of {evaluation.topics} topics" if evaluation.topics else ""
     for title, which in (
-        (f"all {evaluation.answers} held-out answers", lambda row: row.every),
+        (f"all {evaluation.answers} held-out answers{topics}", lambda row: row.every),
         (f"the {evaluation.answers - evaluation.loops} that do not end in a loop", lambda row: row.without_loops),
     ):
         lines += ["", f"acceptance length (tokens emitted a verify pass) on {title}"]
