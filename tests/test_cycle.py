@@ -214,11 +214,12 @@ def test_far_from_what_was_measured_both_ways_to_go_on_are_inside(asked: tuple[i
 
 def test_near_what_was_measured_one_way_is_taken() -> None:
     model = of_cpu()
-    for asked in ((4, 1, 512), (4, 4, 128), (16, 1, 128), (3, 1, 128)):
+    for asked in ((4, 1, 512), (4, 4, 128), (16, 1, 128)):
         cycle = model.cycle(*asked)
         assert cycle.low_ms == cycle.ms == cycle.high_ms and not any("times away" in note for note in cycle.notes)
     between = measured((1, 1, 1024, 0.0, 10.0), (64, 1, 1024, 0.0, 90.0)).cycle(10)
     assert between.basis == "interpolated" and not any("times away" in note for note in between.notes)
+    assert (between.low_ms, between.high_ms) == pytest.approx((10, 90))  # costs may rise by steps
 
 
 def test_the_rounds_of_a_measured_pass_are_its_interval() -> None:
@@ -228,7 +229,7 @@ def test_the_rounds_of_a_measured_pass_are_its_interval() -> None:
     )
     model = CycleModel(replace(RTX.hardware, cycles=points), KIMI_K25)
     found = [(model.cycle(n).low_ms, model.cycle(n).ms, model.cycle(n).high_ms) for n in (1, 3, 5)]
-    assert found == [pytest.approx(each) for each in ((9, 10, 11), (14.5, 15, 18.5), (20, 20, 26))]
+    assert found == [pytest.approx(each) for each in ((9, 10, 11), (9, 15, 26), (20, 20, 26))]
     beyond = model.cycle(6)
     assert beyond.low_ms == beyond.ms and beyond.high_ms >= 1.3 * beyond.ms
     speed = model.speed(5, length(2.0))

@@ -45,8 +45,8 @@ class Cycle:
     """One pass, drafting included. Milliseconds.
 
     ms takes the experts that tokens of one text wake; low_ms and high_ms hold this and tokens that choose independently
-    (an upper bound of the experts), FAR from what was measured both ways to go on from there, and how far the rounds of
-    a measured pass lay apart, where that is known.
+    (an upper bound of the experts), FAR from what was measured both ways to go on from there, between two measured
+    passes both of them, and how far the rounds of a measured pass lay apart, where that is known.
     parts: of the pass as the model puts it together, whatever was measured; they need not add up to ms.
     assumed: what went in that nobody has measured here, a datasheet's figures apart.
     """
@@ -438,11 +438,14 @@ def _require_pass(nodes: int, batch: int, context: int, temperature: float) -> N
 
 
 def _spread(base: list[Point], nodes: int) -> tuple[float, float]:
-    """The lowest and the highest round of the measured passes as shares of what they took, between two by nodes."""
-    low = [point.ms if point.low_ms is None else point.low_ms for point in base]
-    high = [point.ms if point.high_ms is None else point.high_ms for point in base]
+    """The lowest and the highest round of a measured pass as shares of what it took.
+
+    Between two measured passes those of both: costs may rise by steps, and nothing says where.
+    """
     weight = (nodes - base[0].nodes) / (base[1].nodes - base[0].nodes) if len(base) == 2 else 0.0
-    ms, below, above = (each[0] + (each[-1] - each[0]) * weight for each in ([point.ms for point in base], low, high))
+    ms = base[0].ms + (base[-1].ms - base[0].ms) * weight
+    below = min(point.ms if point.low_ms is None else point.low_ms for point in base)
+    above = max(point.ms if point.high_ms is None else point.high_ms for point in base)
     return below / ms, above / ms
 
 
