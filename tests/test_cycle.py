@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from medusa_k25.config import conf_dir
-from medusa_k25.costs.cycle import CycleModel, Length, heads_draft_ms, model_draft_ms, tokens_per_s
+from medusa_k25.costs.cycle import SIZES, CycleModel, Length, heads_draft_ms, model_draft_ms, tokens_per_s
 from medusa_k25.costs.hardware import Hardware, Point
 from medusa_k25.costs.served import KIMI_K25, Served
 from tests.test_served import SMOLLM2
@@ -332,3 +332,10 @@ def test_an_interval_holds_its_mean() -> None:
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2.5, "4"])
+def test_a_number_of_nodes_is_a_whole_one(num_nodes: int) -> None:
+    with pytest.raises(ValueError, match=f"num_nodes={num_nodes}: expected a whole number, 2 or more"):
+        RTX.heads_ms(4, 1, 1000, num_nodes)
+    assert list(RTX.heads_ms(4, 1, 1000, 4)) == [4] and list(RTX.heads_ms(4, 1, 1000)) == list(SIZES)
