@@ -24,7 +24,16 @@ from medusa_k25.metrics import top_accuracy
 from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
 from medusa_k25.ngram.engine import Corpus, EngineNgram
 from medusa_k25.ngram.lookup import Lookup
-from medusa_k25.replay import Acceptance, Passes, Resampling, answer_ranks, grow, grow_where_walks_stop, walk_all
+from medusa_k25.replay import (
+    Acceptance,
+    Passes,
+    Resampling,
+    answer_ranks,
+    grow,
+    grow_where_walks_stop,
+    lengths_by_size,
+    walk_all,
+)
 from medusa_k25.tree import Growth, Tree, places
 
 NGRAM_LOOKUP, CORPUS = "n-gram lookup", "training answers + own text"
@@ -307,15 +316,13 @@ def tree_sizes(
     chosen: str, growth: Growth, ranks: Mapping[Text, Tensor], replayed: Replayed, sizes: Iterable[int] = ALL_SIZES
 ) -> list[TreeSize]:
     """Trees of all sizes that `growth` has paths for."""
-    lengths: dict[int, list[float]] = {n: [] for n in sizes if n <= growth.most_nodes}
-    for texts in (replayed.calibration, replayed.heldout):
-        places_NK = places(growth.paths, torch.cat([ranks[text] for text in texts]))
-        states = [text.num_states for text in texts]
-        for n in lengths:
-            accepted_N = (places_NK < n - 1).sum(dim=1)  # the first n - 1 paths are the tree of n nodes
-            lengths[n].append(walk_all(accepted_N.split(states)).acceptance.length)
-    trees = {n: growth.tree(n) for n in lengths}
-    return [TreeSize(chosen, n, trees[n].depth, trees[n].width, *both) for n, both in lengths.items()]
+    possible = [n for n in sizes if n <= growth.most_nodes]
+    calibration, heldout = (
+        lengths_by_size(growth, [ranks[text] for text in texts], possible)
+        for texts in (replayed.calibration, replayed.heldout)
+    )
+    trees = {n: growth.tree(n) for n in possible}
+    return [TreeSize(chosen, n, trees[n].depth, trees[n].width, calibration[n], heldout[n]) for n in possible]
 
 
 def some_of(texts: Sequence[Text], most_tokens: int | None) -> list[Text]:
@@ -444,8 +451,9 @@ class Evaluator:
             accuracy_KR, labels = (hits_KR / labels_K[:, None].clamp(min=1)).tolist(), labels_K.tolist()
             calibration = [ranks[text] for text in replayed.calibration]
             most = ALL_SIZES[-1]
+            joint = next(each.growth for each in predictors if isinstance(each, HeadsTree) and each.name == TREE)
             for chosen, growth in (
-                ("joint", grow(calibration, most, self.max_width)),
+                ("joint", joint),
                 ("stops", grow_where_walks_stop(calibration, most, self.max_width)),
                 ("product", product_growth(ranks, replayed.calibration, most, self.max_width)),
             ):

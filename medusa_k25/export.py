@@ -25,7 +25,7 @@ from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
-from medusa_k25.costs.cycle import SIZES, CycleModel
+from medusa_k25.costs.cycle import CycleModel
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
@@ -81,8 +81,7 @@ def export_corpus(cfg: DictConfig) -> None:
         texts = texts_of_conversations(conversations, marks)
         source = conversations.name
     if cfg.num_nodes is None:
-        passes = CycleModel.on(instantiate(cfg.hardware), place)
-        cycle_ms = {nodes: passes.cycle(nodes, context=passes.usual_context).ms for nodes in SIZES}
+        cycle_ms = CycleModel.on(instantiate(cfg.hardware), place).passes_ms(None)
     else:
         cycle_ms = {cfg.num_nodes: 1.0}
     made = make_corpus(texts, tokenizer, cfg.corpus_tokens, cycle_ms, cfg.evaluate.most_tokens)

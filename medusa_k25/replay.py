@@ -181,6 +181,21 @@ def grow(calibration: Sequence[Tensor], most_nodes: int, max_width: int) -> Grow
     return Growth.by_count(torch.cat(list(calibration)), most_nodes, max_width)
 
 
+def lengths_by_size(growth: Growth, ranks: Sequence[Tensor], sizes: Iterable[int]) -> dict[int, float]:
+    """Acceptance length, by nodes, of the trees of `growth` on answers given by their ranks [S, K] (`answer_ranks`).
+
+    More nodes than it has paths for stay empty.
+    """
+    places_NK = places(growth.paths, torch.cat(list(ranks)))
+    states = [len(ranks_SK) for ranks_SK in ranks]
+
+    def length(nodes: int) -> float:
+        accepted_N = (places_NK < nodes - 1).sum(dim=1)  # the first paths are the tree of that size
+        return walk_all(accepted_N.split(states)).acceptance.length
+
+    return {nodes: length(nodes) for nodes in sizes}
+
+
 def fastest_tree(calibration: Sequence[Tensor], cycle_ms: Mapping[int, float], max_width: int) -> Tree:
     """Of the best trees of all sizes in `cycle_ms` the one with most tokens a second: not the one that accepts most.
 
@@ -188,14 +203,8 @@ def fastest_tree(calibration: Sequence[Tensor], cycle_ms: Mapping[int, float], m
     for a size has a smaller tree, with as much in it. Of equals the smallest.
     """
     growth = grow(calibration, max(cycle_ms), max_width)
-    places_NK = places(growth.paths, torch.cat(list(calibration)))
-    states = [len(ranks_SK) for ranks_SK in calibration]
-
-    def speed(nodes: int) -> float:
-        accepted_N = (places_NK < nodes - 1).sum(dim=1)  # the first paths are the tree of that size
-        return walk_all(accepted_N.split(states)).acceptance.length / cycle_ms[nodes]
-
-    return growth.tree(min(max(sorted(cycle_ms), key=speed), growth.most_nodes))
+    lengths = lengths_by_size(growth, calibration, sorted(cycle_ms))
+    return growth.tree(min(max(lengths, key=lambda nodes: lengths[nodes] / cycle_ms[nodes]), growth.most_nodes))
 
 
 def grow_where_walks_stop(calibration: Sequence[Tensor], most_nodes: int, max_width: int) -> Growth:

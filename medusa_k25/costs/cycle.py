@@ -155,17 +155,21 @@ class CycleModel:
     def usual_context(self) -> int:
         return self.hardware.usual_context
 
-    def heads_ms(
-        self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None
-    ) -> dict[int, float]:
-        """What a pass with Medusa heads takes, one greedy request, by nodes: `num_nodes`, or all SIZES."""
+    def passes_ms(self, num_nodes: int | None, draft_ms: float = 0.0) -> dict[int, float]:
+        """What a pass takes, one greedy request, by nodes: `num_nodes`, or all SIZES."""
         if num_nodes is not None and not (isinstance(num_nodes, int) and num_nodes >= 2):
             raise ValueError(
                 f"num_nodes={num_nodes}: expected a whole number, 2 or more, the root is one of them; null: the fastest"
             )
-        draft_ms = heads_draft_ms(self.hardware, self.served, num_heads, num_blocks, draft_vocab_size)
         sizes = SIZES if num_nodes is None else (num_nodes,)
         return {n: self.cycle(n, context=self.usual_context, draft_ms=draft_ms).ms for n in sizes}
+
+    def heads_ms(
+        self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None
+    ) -> dict[int, float]:
+        """`passes_ms` with Medusa heads that draft."""
+        draft_ms = heads_draft_ms(self.hardware, self.served, num_heads, num_blocks, draft_vocab_size)
+        return self.passes_ms(num_nodes, draft_ms)
 
     def cycle(
         self,
