@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -130,10 +131,16 @@ def kimi_k25() -> None:
     from medusa_k25.costs.cycle import CycleModel, heads_draft_ms
     from medusa_k25.costs.hardware import hardware
     from medusa_k25.costs.served import KIMI_K25
+    from medusa_k25.heads import ResidualHeads
 
     figures = yaml.safe_load((ROOT / "conf" / "hardware" / "rtx_pro_6000_x8.yaml").read_text())
     machine = hardware(**{name: value for name, value in figures.items() if not name.startswith("_")})
-    verify, drafting_ms = CycleModel(machine, KIMI_K25).cycle(4), heads_draft_ms(machine, KIMI_K25, num_heads=4)
+    with torch.device("meta"):
+        heads = ResidualHeads(KIMI_K25.hidden_size, 4)
+    verify, drafting_ms = (
+        CycleModel(machine, KIMI_K25).cycle(4),
+        heads_draft_ms(machine, KIMI_K25, heads, KIMI_K25.vocab_size),
+    )
     print(
         f"Kimi-K2.5 on {machine.name}: 4 heads draft in {drafting_ms:.2f} ms, {drafting_ms / verify.ms:.1%} of a "
         f"verify pass of {verify.nodes} nodes, {verify.ms:.0f} ms ({verify.basis})"

@@ -73,7 +73,7 @@ def build(cache: Cache, vocab_size: int) -> tuple[MedusaModule, MedusaData]:
     lm_head_VD = torch.randn(vocab_size, D) / D**0.5
     optimizer, schedule = partial(torch.optim.AdamW, lr=1e-3), partial(warmup_cosine, 0.05, 0.05)
     module = MedusaModule(
-        ResidualHeads(D, K), vocabulary, lm_head_VD, MedusaLoss(), optimizer, schedule, {9: 1.0}, 1.0, 10, 10
+        ResidualHeads(D, K), vocabulary, lm_head_VD, None, MedusaLoss(), optimizer, schedule, {9: 1.0}, 1.0, 10, 10
     )
     return module, data
 

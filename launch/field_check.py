@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import medusa_k25
-from medusa_k25.heads import DraftVocabulary
+from medusa_k25.heads import DraftVocabulary, Speculator
 from medusa_k25.serving.decode import Choose, Drafter, speculative_decode
 from medusa_k25.serving.formats import load_served
 from medusa_k25.target import Target, TargetModel
@@ -389,7 +389,7 @@ class FieldCheck:
         for weight in heads.parameters():
             weight.add_(NOISE * weight.std() * torch.randn(weight.shape, generator=noise))
         serve_from(self.heads_folder, target, heads, vocabulary, TREE)
-        drafter = Drafter(heads, vocabulary, vocabulary.rows(target.lm_head).float(), TREE)
+        drafter = Drafter(Speculator.of(heads, vocabulary, target), TREE)
 
         @cache
         def passes(prompt: tuple[int, ...], text: tuple[int, ...]) -> int:

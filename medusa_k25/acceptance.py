@@ -19,7 +19,7 @@ from medusa_k25.cache import Cache
 from medusa_k25.data.splits import Split
 from medusa_k25.data.texts import Text
 from medusa_k25.data.windows import documents_of
-from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.heads import Speculator
 from medusa_k25.metrics import top_accuracy
 from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
 from medusa_k25.ngram.engine import Corpus, EngineNgram
@@ -280,15 +280,13 @@ class Replayed:
         )
 
 
-def ranks_of(
-    heads: Heads, lm_head_MD: Tensor, vocabulary: DraftVocabulary, cache: Cache, texts: Mapping[Split, Sequence[Text]]
-) -> dict[Text, Tensor]:
+def ranks_of(speculator: Speculator, cache: Cache, texts: Mapping[Split, Sequence[Text]]) -> dict[Text, Tensor]:
     """`answer_ranks` of every text. texts: of `texts_of_cache`, in its order; of each conversation all or none."""
     ranks: dict[Text, Tensor] = {}
     for split, some in texts.items():
         wanted = {text.document for text in some}
         documents = [document for document in documents_of(cache, split) if document.id in wanted]
-        found = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents)
+        found = answer_ranks(speculator, cache, documents)
         ranks |= zip(some, found, strict=True)
     return ranks
 

@@ -5,7 +5,6 @@ checkpoints/step-000200/heads.safetensors  weights and draft vocabulary, whole t
 checkpoints/step-000200/heads.json         type, arguments, provenance, metrics; the folder appears when all is written
 """
 
-import inspect
 import json
 import re
 import shutil
@@ -14,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from medusa_k25.heads import HEADS, DraftVocabulary, Heads
+from medusa_k25.heads import HEADS, DraftVocabulary, Heads, Speculator
 from medusa_k25.target import Target
 
 SCORE = "calibration/speedup"  # what "best" means
@@ -41,10 +41,8 @@ class HeadsCheckpoint:
                     f"that of {target.name} at {target.path}; choose the target it was trained for, or train anew"
                 )
 
-
-def arguments_of(heads: Heads) -> dict[str, Any]:
-    """The constructor's arguments; head types keep them as attributes."""
-    return {name: getattr(heads, name) for name in inspect.signature(type(heads)).parameters}
+    def speculator(self, target: Target, device: str | torch.device = "cpu") -> Speculator:
+        return Speculator.of(self.heads, self.vocabulary, target, device)
 
 
 def write_heads(
@@ -52,11 +50,15 @@ def write_heads(
 ) -> None:
     """`state` holds the whole tensors of `heads` (which under ZeRO-3 holds only shares of them)."""
     kind = next(name for name, kind in HEADS.items() if kind is type(heads))
-    arguments = arguments_of(heads)
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
     # not save_file: its files are readable by their owner alone
     (folder / "heads.safetensors").write_bytes(save({**tensors, "draft_vocabulary": vocabulary.token_ids_M}))
-    written = {"format_version": 1, "heads": {"type": kind, **arguments}, "vocab_size": vocabulary.vocab_size, **record}
+    written = {
+        "format_version": 1,
+        "heads": {"type": kind, **heads.arguments},
+        "vocab_size": vocabulary.vocab_size,
+        **record,
+    }
     (folder / "heads.json").write_text(json.dumps(written, indent=2) + "\n")
 
 

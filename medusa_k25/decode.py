@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from medusa_k25.cache import Cache
 from medusa_k25.config import verb
 from medusa_k25.data.windows import documents_of
+from medusa_k25.heads import Speculator
 from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.report import read_report, summary, update_report
 from medusa_k25.serving.decode import Drafter, prove
@@ -26,8 +27,7 @@ def main(cfg: DictConfig) -> None:
     made_from = served.config.get("medusa_k25", {}).get("cache_fingerprint")  # not known of blank and of foreign heads
     if made_from is not None and not cfg.allow_other_cache:
         cache.refuse_other(made_from, cfg.export_dir)
-    lm_head_MD = served.vocabulary.rows(target.lm_head).float()
-    drafter = Drafter(served.heads.float(), served.vocabulary, lm_head_MD, served.tree)
+    drafter = Drafter(Speculator.of(served.heads, served.vocabulary, target), served.tree)
     documents = documents_of(cache, "heldout")[: cfg.decode_prompts]
     proof = prove(
         target.load_model(torch.float32), target.end_ids, drafter, cache, documents, cfg.generate.max_new_tokens

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
@@ -178,13 +177,10 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
     checkpoint.refuse_other_target(target)
     if not cfg.allow_other_cache:
         cache.refuse_other(checkpoint.record["cache_fingerprint"], str(checkpoint.path))
-    device = default_device()
-    heads, vocabulary = checkpoint.heads.to(device), checkpoint.vocabulary
-    lm_head_MD = vocabulary.rows(target.lm_head).to(device, torch.float32)
+    speculator = checkpoint.speculator(target, default_device())
     reported: dict[Split, Sequence[Text]] = {"calibration": replayed.calibration, "heldout": replayed.heldout}
-    ranks = ranks_of(heads, lm_head_MD, vocabulary, cache, reported)
-    blocks = checkpoint.record["heads"]["num_blocks"]
-    draft_ms = heads_draft_ms(hardware, passes.served, heads.num_heads, blocks, len(vocabulary))
+    ranks = ranks_of(speculator, cache, reported)
+    draft_ms = heads_draft_ms(hardware, passes.served, speculator.heads, len(speculator.vocabulary))
     return Evidence(
         texts["train"],
         replayed,

@@ -109,13 +109,12 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
         cache = Cache.open(Path(cfg.cache), target)
         if not cfg.allow_other_cache:
             cache.refuse_other(record["cache_fingerprint"], str(checkpoint.path))
-        lm_head_MD = vocabulary.rows(target.lm_head).float()
-        calibration = answer_ranks(heads, lm_head_MD, vocabulary, cache, documents_of(cache, "calibration"))
+        calibration = answer_ranks(checkpoint.speculator(target), cache, documents_of(cache, "calibration"))
         if cfg.num_nodes is not None:
             tree = grow(calibration, cfg.num_nodes, cfg.max_width).tree(cfg.num_nodes)
         else:
             passes = CycleModel.on(hardware, target.path)
-            cycle_ms = passes.heads_ms(heads.num_heads, record["heads"]["num_blocks"], len(vocabulary))
+            cycle_ms = passes.heads_ms(heads, len(vocabulary))
             tree = fastest_tree(calibration, cycle_ms, cfg.max_width)
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     evaluation = read_report(run_dir).get("evaluate")

@@ -14,7 +14,7 @@ from medusa_k25.cache.alignment import first_choices
 from medusa_k25.cache.check import spread
 from medusa_k25.cache.writer import quantise
 from medusa_k25.data.windows import answers_of
-from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.heads import Speculator
 from medusa_k25.replay import future_ranks
 
 MOST_POSITIONS = 4096
@@ -70,18 +70,14 @@ def argmax_agreement(cache: Cache, lm_head_VD: Tensor) -> tuple[float, int]:
 
 
 @torch.no_grad()
-def head_costs(
-    cache: Cache, documents: list[Document], heads: Heads, lm_head_MD: Tensor, vocabulary: DraftVocabulary
-) -> list[HeadCost]:
+def head_costs(cache: Cache, documents: list[Document], speculator: Speculator) -> list[HeadCost]:
     """Of each head, on whole answers of `documents` (held-out text), evenly spread where there are too many."""
-    parameters = sum(parameter.numel() for parameter in heads.parameters())
-    positions = affordable(4 * (heads.num_heads * lm_head_MD.numel() + parameters))
+    heads = speculator.heads
+    positions = affordable(4 * (heads.num_heads * speculator.lm_head_MD.numel() + sum(heads.products)))
     counts_4K = torch.zeros(4, heads.num_heads, dtype=torch.long)  # labels, hits, gained, lost
     for hidden_ND, future_NK in _spread_answers(cache, documents, heads.num_heads, positions):
-        device = lm_head_MD.device
         stored_NK, rounded_NK = (
-            future_ranks(heads, lm_head_MD, vocabulary, states_ND.to(device, torch.float32), future_NK) == 0
-            for states_ND in (hidden_ND, rounded(hidden_ND))
+            future_ranks(speculator, states_ND, future_NK) == 0 for states_ND in (hidden_ND, rounded(hidden_ND))
         )
         one_of_each = (future_NK[:, 1:] >= 0, stored_NK, rounded_NK & ~stored_NK, stored_NK & ~rounded_NK)
         counts_4K += torch.stack([flags_NK.sum(dim=0) for flags_NK in one_of_each])

@@ -135,10 +135,7 @@ def fp8_cost(cache: Cache, target: Target, checkpoints: Path, which: str | int) 
         checkpoint.refuse_other_target(target)
     except ValueError as error:  # a cache can be looked into without heads
         return cost | {"note": f"not measured with heads: {error}"}
-    device = default_device()
-    heads = checkpoint.heads.to(device)
-    lm_head_MD = checkpoint.vocabulary.rows(target.lm_head).to(device, torch.float32)
-    costs = head_costs(cache, documents_of(cache, "heldout"), heads, lm_head_MD, checkpoint.vocabulary)
+    costs = head_costs(cache, documents_of(cache, "heldout"), checkpoint.speculator(target, default_device()))
     return cost | {
         "heads": [
             asdict(head)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from medusa_k25.data.datamodule import VALIDATION_SPLITS, Answer
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import Batch
-from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.heads import DraftVocabulary, Embeddings, Heads, Speculator
 from medusa_k25.loss import MedusaLoss, Teacher
 from medusa_k25.metrics import top_accuracy
 from medusa_k25.replay import Acceptance, fastest_tree, future_ranks, replay
@@ -84,9 +84,10 @@ def figures(answers: Sequence[Counts]) -> dict[str, float]:
 
 
 class MedusaModule(L.LightningModule):
-    """Heads to train, the frozen lm_head rows they share, and what is measured.
+    """Heads to train, the frozen lm_head rows and embeddings of the target that they share, and what is measured.
 
-    `lm_head_MD` is a non-persistent buffer: in no optimizer and in no checkpoint. `optimizer` and `schedule` are called
+    `lm_head_MD` is a non-persistent buffer, in no optimizer and in no checkpoint; so is what `embed` holds, None for
+    heads that read no tokens. `optimizer` and `schedule` are called
     with the parameters and with max_steps. Validation replays whole answers: of the best trees of all sizes in
     `cycle_ms` it chooses the fastest on calibration text, and reports what it and the chain accept on every split:
 
@@ -110,6 +111,7 @@ class MedusaModule(L.LightningModule):
         heads: Heads,
         vocabulary: DraftVocabulary,
         lm_head_MD: Tensor,
+        embed: Embeddings | None,
         loss: MedusaLoss,
         optimizer: Callable[..., Optimizer],
         schedule: Callable[..., Callable[[int], float]],
@@ -123,6 +125,7 @@ class MedusaModule(L.LightningModule):
             raise ValueError(f"expected max_width >= 1, got {max_width}")
         self.heads, self.vocabulary, self.loss = heads, vocabulary, loss
         self.register_buffer("lm_head_MD", lm_head_MD, persistent=False)
+        self.embed = embed
         self.optimizer, self.schedule = optimizer, schedule
         self.cycle_ms, self.baseline_tok_s = cycle_ms, baseline_tok_s
         self.max_width, self.log_every = max_width, log_every
@@ -134,7 +137,8 @@ class MedusaModule(L.LightningModule):
 
     def features_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features [K, N, D] and draft-vocabulary labels [K, N]."""
-        return self.heads(batch.hidden_ND, batch.future_NK[:, :-1]), self.vocabulary.to_draft(batch.future_NK[:, 1:]).T
+        features_KND = self.heads(batch.hidden_ND, batch.future_NK[:, :-1], self.embed)
+        return features_KND, self.vocabulary.to_draft(batch.future_NK[:, 1:]).T
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         batch = batch._replace(hidden_ND=batch.hidden_ND.to(self.lm_head_MD.dtype))
@@ -174,9 +178,9 @@ class MedusaModule(L.LightningModule):
         self._validated = {split: [] for split in VALIDATION_SPLITS}
 
     def validation_step(self, batch: Answer, batch_idx: int, dataloader_idx: int = 0) -> None:
-        hidden_SD = batch.hidden_SD.to(self.lm_head_MD.dtype)
+        speculator = Speculator(self.heads, self.vocabulary, self.lm_head_MD, self.embed)
         # for a rank without an answer, too: under ZeRO-3 the others wait for its share of the weights
-        ranks_SK = future_ranks(self.heads, self.lm_head_MD, self.vocabulary, hidden_SD, batch.future_SK)
+        ranks_SK = future_ranks(speculator, batch.hidden_SD, batch.future_SK)
         if len(ranks_SK):
             exists_SK = (batch.future_SK[:, 1:] != IGNORE).cpu()
             self._validated[VALIDATION_SPLITS[dataloader_idx]].append(Validated(ranks_SK, exists_SK, batch.label))

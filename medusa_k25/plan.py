@@ -192,11 +192,11 @@ def cost_on(hardware: Hardware, cfg: DictConfig, served: Served, data: Dataset) 
     vocabulary = cfg.draft_vocab_size or served.vocab_size
     with torch.device("meta"):
         heads = instantiate(cfg.heads)(hidden_size=served.hidden_size, draft_vocab_size=vocabulary)
-    return TrainingCost.of(
+    return TrainingCost(
         heads,
-        num_blocks=cfg.heads.num_blocks,
-        positions=cfg.data.batch_size * cfg.data.window,
-        draft_vocab_size=vocabulary,
+        N=cfg.data.batch_size * cfg.data.window,
+        M=vocabulary,
+        V=served.vocab_size,
         teacher=loss.needs_teacher,
         strategy=cfg.strategy.name,
         world_size=max(hardware.gpus, 1) * cfg.trainer.num_nodes,

@@ -47,16 +47,17 @@ def cost_of(
     cfg: DictConfig,
     heads: Heads,
     draft_vocab_size: int,
+    vocab_size: int,
     teacher: bool,
     data: MedusaData,
     devices: int,
     device: torch.device,
 ) -> TrainingCost:
-    return TrainingCost.of(
+    return TrainingCost(
         heads,
-        num_blocks=cfg.heads.num_blocks,
-        positions=cfg.data.batch_size * cfg.data.window,
-        draft_vocab_size=draft_vocab_size,
+        N=cfg.data.batch_size * cfg.data.window,
+        M=draft_vocab_size,
+        V=vocab_size,
         teacher=teacher,
         strategy=cfg.strategy.name,
         world_size=devices * cfg.trainer.num_nodes,
@@ -84,7 +85,7 @@ def refuse_what_cannot_fit(cost: TrainingCost, run_dir: Path, device: torch.devi
     if cost.disk_bytes > free:
         raise ValueError(
             f"the checkpoints need {cost.disk_bytes / GB:.1f} GB, {free / GB:.1f} GB are free in {folder}; "
-            "choose run_dir= on another disk, or train fewer parameters (heads.num_blocks, heads.own_lm_head)"
+            "choose run_dir= on another disk, or train fewer parameters (heads.own_lm_head=false, smaller heads)"
         )
 
 

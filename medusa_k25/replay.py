@@ -26,7 +26,7 @@ from torch import Tensor
 
 from medusa_k25.cache import Cache, Document
 from medusa_k25.data.windows import answers_of
-from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.heads import Speculator
 from medusa_k25.metrics import label_ranks
 from medusa_k25.tree import Growth, Path, Tree, places
 
@@ -142,36 +142,33 @@ def replay(ranks: Iterable[Tensor], tree: Tree) -> Acceptance:
 
 
 @torch.no_grad()
-def answer_ranks(
-    heads: Heads, lm_head_MD: Tensor, vocabulary: DraftVocabulary, cache: Cache, documents: Iterable[Document]
-) -> list[Tensor]:
+def answer_ranks(speculator: Speculator, cache: Cache, documents: Iterable[Document]) -> list[Tensor]:
     """For every answer in `documents` the rank of head k's label at each of its states, int64 [S, K].
 
-    The rank is the place of the true token among the head's logits (0 = best). MISS stands for a label outside the
-    draft vocabulary or beyond the answer's end.
+    The rank is the place of the true token among the head's logits (0 = best), given the true tokens before it: a
+    server's walk goes on below a draft only where it is the true token, so no other path matters. MISS stands for a
+    label outside the draft vocabulary or beyond the answer's end.
     """
-    parameter = next(heads.parameters())
     return [
-        future_ranks(heads, lm_head_MD, vocabulary, hidden_SD.to(parameter.device, parameter.dtype), future_SK)
+        future_ranks(speculator, hidden_SD, future_SK)
         for document in documents
-        for hidden_SD, future_SK in answers_of(cache, document, heads.num_heads)
+        for hidden_SD, future_SK in answers_of(cache, document, speculator.heads.num_heads)
     ]
 
 
 @torch.no_grad()
-def future_ranks(
-    heads: Heads, lm_head_MD: Tensor, vocabulary: DraftVocabulary, hidden_SD: Tensor, future_SK: Tensor
-) -> Tensor:
+def future_ranks(speculator: Speculator, hidden_SD: Tensor, future_SK: Tensor) -> Tensor:
     """Ranks [S, K], on the CPU, of the labels in `future_SK` (see `labels.future_tokens`) at the states hidden_SD."""
-    future_SK = future_SK.to(hidden_SD.device)
-    features_KSD = heads(hidden_SD, future_SK[:, :-1])
-    labels_KS = vocabulary.to_draft(future_SK[:, 1:]).T
+    heads = speculator.heads
+    future_SK = future_SK.to(speculator.lm_head_MD.device)
+    features_KSD = speculator.features(hidden_SD, future_SK[:, :-1])
+    labels_KS = speculator.vocabulary.to_draft(future_SK[:, 1:]).T
 
     def ranks_of(lm_head: Tensor) -> Tensor:
         lm_heads_KMD = lm_head.expand(heads.num_heads, -1, -1)
         return torch.stack([label_ranks(*each) for each in zip(features_KSD, lm_heads_KMD, labels_KS, strict=True)])
 
-    return heads.with_lm_head(lm_head_MD, ranks_of).T.cpu()
+    return heads.with_lm_head(speculator.lm_head_MD, ranks_of).T.cpu()
 
 
 def grow(calibration: Sequence[Tensor], most_nodes: int, max_width: int) -> Growth:

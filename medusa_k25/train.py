@@ -33,7 +33,7 @@ from medusa_k25.costs.training import TrainingCost, peak_flops
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import documents_of, in_share, token_counts
-from medusa_k25.heads import DraftVocabulary
+from medusa_k25.heads import DraftVocabulary, Embeddings
 from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
 from medusa_k25.preflight import (
@@ -211,11 +211,11 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     )
     devices, device = device_count(cfg.trainer), own_device(cfg.trainer)
     data.refuse_idle_ranks(devices * cfg.trainer.num_nodes)
-    cost = cost_of(cfg, sizes, len(vocabulary), loss.needs_teacher, data, devices, device)
+    cost = cost_of(cfg, sizes, len(vocabulary), target.vocab_size, loss.needs_teacher, data, devices, device)
     refuse_what_cannot_fit(cost, Path(cfg.run_dir), device, devices)
 
     passes = CycleModel.on(instantiate(cfg.hardware), target.path)
-    cycle_ms = passes.heads_ms(cost.K, cost.blocks, cost.M, cfg.num_nodes)
+    cycle_ms = passes.heads_ms(sizes, len(vocabulary), cfg.num_nodes)
 
     lm_head_MD = vocabulary.rows(target.lm_head)
     heads = new_heads()
@@ -227,6 +227,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         heads,
         vocabulary,
         lm_head_MD.to(dtype),
+        None if heads.reads == "state" else Embeddings(target.embeddings.to(dtype)),
         loss,
         instantiate(cfg.optimizer),
         instantiate(cfg.schedule),

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import answers_of
-from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.serving import decode
 from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode, verify
@@ -56,7 +56,7 @@ def fitted_heads(target, cache, draft_size=None, **options):
 
 def drafter_of(target, heads, tree, draft_size=None):
     vocabulary = vocabulary_of(target, draft_size)
-    return Drafter(heads, vocabulary, vocabulary.rows(target.lm_head).float(), tree)
+    return Drafter(Speculator.of(heads, vocabulary, target), tree)
 
 
 @pytest.mark.parametrize("draft_size", [None, 300])
@@ -85,7 +85,7 @@ def test_heads_of_every_option_decode_as_they_replay(served, draft_size, options
     if heads.own_lm_head:  # each head's lm_head is its own: with the others' the counts are other ones
         with torch.no_grad():
             heads.lm_heads.weight.copy_(heads.lm_heads.weight.roll(1, dims=0))
-        ranks = answer_ranks(heads, drafter.lm_head_MD, drafter.vocabulary, cache, cache.documents)
+        ranks = answer_ranks(drafter.speculator, cache, cache.documents)
         assert replay(ranks, TREE) != proof.decoded
 
 
@@ -97,7 +97,7 @@ def test_proof_fails_when_decoding_differs(served):
     third = int(cache.token_ids(document)[document.prompt_length + 3])
     assert prove(model, [*end_ids, third], drafter, cache, [document], NEW_TOKENS).other_output == [document.id]
     untrained = drafter_of(target, ResidualHeads(target.hidden_size, K), TREE)
-    ranks = answer_ranks(heads, drafter.lm_head_MD, drafter.vocabulary, cache, cache.documents)
+    ranks = answer_ranks(drafter.speculator, cache, cache.documents)
     proof = prove(model, end_ids, untrained, cache, cache.documents, NEW_TOKENS)
     assert proof.holds
     assert proof.decoded != replay(ranks, TREE)
@@ -140,7 +140,7 @@ SHAPES = {"chain": Tree.chain(2), "tree": Tree([[0], [1], [0, 0], [0, 1], [1, 0]
 def sampled_answers(model, tree, temperature, top_p, samples=700):
     """(how often each answer of STEPS tokens came, acceptance) of speculative sampling."""
     vocabulary = DraftVocabulary(torch.arange(V), V)
-    drafter = Drafter(ResidualHeads(16, 2), vocabulary, model.model.lm_head.weight, tree)
+    drafter = Drafter(Speculator(ResidualHeads(16, 2), vocabulary, model.model.lm_head.weight), tree)
     choose = sampled(temperature, top_p, torch.Generator().manual_seed(2))
     counts = torch.zeros(V**STEPS)
     acceptance = Acceptance()
@@ -209,4 +209,4 @@ def test_impossible_sampling_is_refused():
 def test_a_tree_that_does_not_fit_the_heads_is_refused(tiny_vocabulary):
     vocabulary = DraftVocabulary(torch.arange(V), V)
     with pytest.raises(ValueError, match="2 heads"):
-        Drafter(ResidualHeads(16, 2), vocabulary, tiny_vocabulary.model.lm_head.weight, Tree.chain(3))
+        Drafter(Speculator(ResidualHeads(16, 2), vocabulary, tiny_vocabulary.model.lm_head.weight), Tree.chain(3))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
 from medusa_k25.serving.decode import Drafter
 from medusa_k25.serving.formats import ServedHeads
 from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, LmHeadShard, Ranks
@@ -66,7 +66,7 @@ def test_every_rank_drafts_what_one_drafter_does(tree: Tree, kind: str, size: in
     lm_head_VD = torch.randn(V, D)
     hidden_ND, root_N = torch.randn(5, D), torch.randint(0, V, (5,))
 
-    drafter = Drafter(served.heads, served.vocabulary, served.vocabulary.rows(lm_head_VD), tree)
+    drafter = Drafter(Speculator(served.heads, served.vocabulary, served.vocabulary.rows(lm_head_VD)), tree)
     expected = [drafter.draft(hidden_D, int(root)) for hidden_D, root in zip(hidden_ND, root_N, strict=True)]
     engine_tree = EngineTree(tree, 5, "cpu")
     for choices in choices_of_ranks(served, lm_head_VD, size, hidden_ND, root_N):

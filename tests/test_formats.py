@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from medusa_k25.checkpoint import arguments_of, find_checkpoint, load_heads, write_heads
+from medusa_k25.checkpoint import find_checkpoint, load_heads, write_heads
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.serving.formats import (
     FILE,
@@ -191,7 +191,7 @@ def checkpoint_at(folder, step, score, heads=None):
 def test_a_checkpoint_reads_back_bit_for_bit(tmp_path_factory, heads):
     loaded = load_heads(checkpoint_at(tmp_path_factory.mktemp("run"), 5, 1.5, heads))
     assert loaded.vocabulary.token_ids_M.tolist() == [1, 4, 7, 9]
-    assert arguments_of(loaded.heads) == arguments_of(heads)
+    assert loaded.heads.arguments == heads.arguments
     assert_same(loaded.heads, heads, torch.float32)
 
 

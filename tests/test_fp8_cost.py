@@ -7,6 +7,7 @@ from medusa_k25 import fp8_cost
 from medusa_k25.cache import Cache, CacheWriter
 from medusa_k25.data.windows import documents_of
 from medusa_k25.fp8_cost import argmax_agreement, head_costs, rounded
+from medusa_k25.heads import Speculator
 from medusa_k25.replay import answer_ranks
 from tests.test_decode import fitted_heads, vocabulary_of
 from tests.tiny import cache_of
@@ -63,10 +64,10 @@ def test_heads_lose_what_they_lose_on_the_fp8_cache(wide, narrow, tiny_llama, mo
     heads = fitted_heads(tiny_llama, wide, DRAFT_SIZE)
     lm_head_MD = vocabulary.rows(tiny_llama.lm_head).float()
     first_NK = [
-        torch.cat(answer_ranks(heads, lm_head_MD, vocabulary, cache, documents_of(cache, "heldout"))) == 0
+        torch.cat(answer_ranks(Speculator(heads, vocabulary, lm_head_MD), cache, documents_of(cache, "heldout"))) == 0
         for cache in (wide, narrow)
     ]
-    costs = head_costs(wide, documents_of(wide, "heldout"), heads, lm_head_MD, vocabulary)
+    costs = head_costs(wide, documents_of(wide, "heldout"), Speculator(heads, vocabulary, lm_head_MD))
     assert len(costs) == heads.num_heads
     for k, cost in enumerate(costs):
         stored_N, rounded_N = (first[:, k] for first in first_NK)
@@ -80,6 +81,6 @@ def test_heads_lose_what_they_lose_on_the_fp8_cache(wide, narrow, tiny_llama, mo
 
     monkeypatch.setattr(fp8_cost, "MOST_PRODUCTS", 0)
     monkeypatch.setattr(fp8_cost, "LEAST_POSITIONS", 50)
-    few = head_costs(wide, documents_of(wide, "heldout"), heads, lm_head_MD, vocabulary)
+    few = head_costs(wide, documents_of(wide, "heldout"), Speculator(heads, vocabulary, lm_head_MD))
     assert [cost.labels for cost in few] == [2 * (23 - k) for k in range(heads.num_heads)]
-    assert head_costs(wide, [], heads, lm_head_MD, vocabulary)[0].labels == 0
+    assert head_costs(wide, [], Speculator(heads, vocabulary, lm_head_MD))[0].labels == 0

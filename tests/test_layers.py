@@ -20,7 +20,10 @@ LAYERS = {
     "data": [
         *("data", "data.labels", "data.windows", "data.texts", "data.contents", "data.sampler", "data.datamodule"),
     ],
-    "heads": ["heads", "heads.lm_heads", "heads.base", "heads.residual", "heads.vocabulary"],
+    "heads": [
+        *("heads", "heads.lm_heads", "heads.base", "heads.embeddings", "heads.vocabulary", "heads.speculator"),
+        *("heads.residual", "heads.residual_root", "heads.hydra", "heads.recurrent"),
+    ],
     "maths": [
         *("loss", "metrics", "tree", "replay", "acceptance", "breakdown", "fp8_cost"),
         *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus"),

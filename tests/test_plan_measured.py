@@ -26,11 +26,11 @@ D, M, K, N = 576, 8192, 4, 512
 
 
 def planned_bytes(num_blocks: int) -> int:
-    return TrainingCost.of(
+    return TrainingCost(
         ResidualHeads(D, K, num_blocks),
-        num_blocks=num_blocks,
-        positions=N,
-        draft_vocab_size=M,
+        N=N,
+        M=M,
+        V=M,
         teacher=False,
         strategy="auto",
         world_size=1,

@@ -25,7 +25,7 @@ from medusa_k25.costs.planning import (
 )
 from medusa_k25.costs.served import KIMI_K25
 from medusa_k25.costs.training import PEAK_FLOPS
-from tests.test_costs import K25, D
+from tests.test_costs import K25, D, meta
 
 ASSUMED = Assumptions(None, None, None, 16_384, setup_hours=1.0, own_hour=15.0)
 # An epoch over every token, as the figures were worked out.
@@ -84,7 +84,7 @@ def test_making_the_data_takes_the_hours():
 
 
 def test_own_lm_heads_take_their_state():
-    own = replace(K25, own_lm_head=True)
+    own = replace(K25, heads=meta(own_lm_head=True))
     assert K25.trained == pytest.approx(205.5e6, rel=1e-3)
     assert own.trained - K25.trained == pytest.approx(4.70e9, rel=1e-3)
     assert 16 * (own.trained - K25.trained) == pytest.approx(75e9, rel=0.01)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.texts import Text
-from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
 from medusa_k25.metrics import MISS
 from medusa_k25.ngram.lookup import Lookup
 from medusa_k25.replay import (
@@ -99,7 +99,7 @@ def test_ranks_are_those_of_each_heads_own_logits(own, bias):
     hidden_SD = torch.randn(S, D, generator=generator)
     future_SK = torch.randint(-1, 10, (S, K + 1), generator=generator)
     future_SK[future_SK < 0] = IGNORE
-    ranks_SK = future_ranks(heads, lm_head_MD, vocabulary, hidden_SD, future_SK)
+    ranks_SK = future_ranks(Speculator(heads, vocabulary, lm_head_MD), hidden_SD, future_SK)
     lm_heads = list(heads.state_dict()["lm_heads.weight"]) if own else [lm_head_MD] * K
     for k, features_SD in enumerate(heads(hidden_SD, future_SK[:, :-1])):
         order_SM = vocabulary.to_target((features_SD @ lm_heads[k].T).argsort(dim=1, descending=True)).tolist()

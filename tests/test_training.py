@@ -27,7 +27,7 @@ from medusa_k25.data.sampler import Share
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, in_share, token_counts
-from medusa_k25.heads import DraftVocabulary
+from medusa_k25.heads import DraftVocabulary, Speculator
 from medusa_k25.loss import Teacher
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
@@ -117,7 +117,9 @@ def test_training_learns_and_prints_the_acceptance_that_replay_gives(config, cac
     lm_head_MD = checkpoint.vocabulary.rows(tiny_k25.lm_head).float()
     tree = Tree(checkpoint.record["tree"])
     for split in ("calibration", "heldout"):
-        ranks = answer_ranks(checkpoint.heads, lm_head_MD, checkpoint.vocabulary, cache, documents_of(cache, split))
+        ranks = answer_ranks(
+            Speculator(checkpoint.heads, checkpoint.vocabulary, lm_head_MD), cache, documents_of(cache, split)
+        )
         assert checkpoint.record["metrics"][f"{split}/acceptance_tree"] == replay(ranks, tree).length
         assert checkpoint.record["metrics"][f"{split}/acceptance_chain"] == replay(ranks, Tree.chain(4)).length
     assert f"{checkpoint.record['metrics']['heldout/acceptance_tree']:.3f}" in out
@@ -500,9 +502,11 @@ def test_trained_heads_beat_untrained_ones_in_the_report(config, cache, tiny_k25
         texts: dict[Split, list[Text]] = {split: texts_of_cache(cache, split) for split in SPLITS}
         replayed = evaluator.replayed(texts)
         del texts["train"]
-        ranks = ranks_of(heads, lm_head_MD, best.vocabulary, cache, texts)
+        ranks = ranks_of(Speculator(heads, best.vocabulary, lm_head_MD), cache, texts)
         one = texts["heldout"][-1]
-        assert ranks_of(heads, lm_head_MD, best.vocabulary, cache, {"heldout": [one]})[one].equal(ranks[one])
+        assert ranks_of(Speculator(heads, best.vocabulary, lm_head_MD), cache, {"heldout": [one]})[one].equal(
+            ranks[one]
+        )
         return evaluator.run(replayed, evaluator.predictors([], replayed, ranks), ranks)
 
     evaluation, untrained = evaluate(best.heads), evaluate(type(best.heads)(tiny_k25.hidden_size))

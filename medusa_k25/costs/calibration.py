@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from medusa_k25.data.labels import IGNORE
-from medusa_k25.heads import Heads
+from medusa_k25.heads import Embeddings, Heads
 from medusa_k25.loss import MedusaLoss, Teacher
 
 LEAST_STEPS = 3
@@ -42,6 +42,9 @@ def timed_positions_per_s(
     hidden_ND = torch.randn(N, D, device=device, generator=generator).to(dtype)
     labels_KN = torch.randint(0, M, (K, N), device=device, generator=generator)
     path_NK = torch.randint(0, M, (N, K), device=device, generator=generator)
+    embed = (
+        None if heads.reads == "state" else Embeddings(torch.randn(M, D, device=device, generator=generator).to(dtype))
+    )
     teacher = None
     if loss.needs_teacher:
         teacher = Teacher(hidden_ND, lm_head_MD)
@@ -51,7 +54,7 @@ def timed_positions_per_s(
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=low_precision):
-            features_KND = heads(hidden_ND, path_NK)
+            features_KND = heads(hidden_ND, path_NK, embed)
             total, _ = heads.with_lm_head(
                 lm_head_MD, lambda lm_head: loss(features_KND, lm_head, labels_KN, count_K, teacher)
             )

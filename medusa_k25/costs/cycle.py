@@ -19,6 +19,7 @@ from pathlib import Path
 
 from medusa_k25.costs.hardware import DEFAULT_CONTEXT, Hardware, Point
 from medusa_k25.costs.served import KIMI_K25, KIMI_K25_NAME, Served
+from medusa_k25.heads import Heads
 
 # Tokens of one text agree on experts: 4 of them were reported to wake 2.5 times the experts of one, where independent
 # ones wake 3.9 times. 4 ** 0.672 = 2.54 independent tokens wake as many. Requests of a batch are taken as independent.
@@ -164,11 +165,9 @@ class CycleModel:
         sizes = SIZES if num_nodes is None else (num_nodes,)
         return {n: self.cycle(n, context=self.usual_context, draft_ms=draft_ms).ms for n in sizes}
 
-    def heads_ms(
-        self, num_heads: int, num_blocks: int, draft_vocab_size: int, num_nodes: int | None = None
-    ) -> dict[int, float]:
-        """`passes_ms` with Medusa heads that draft."""
-        draft_ms = heads_draft_ms(self.hardware, self.served, num_heads, num_blocks, draft_vocab_size)
+    def heads_ms(self, heads: Heads, draft_vocab_size: int, num_nodes: int | None = None) -> dict[int, float]:
+        """`passes_ms` with heads that draft; they may lie on the meta device."""
+        draft_ms = heads_draft_ms(self.hardware, self.served, heads, draft_vocab_size)
         return self.passes_ms(num_nodes, draft_ms)
 
     def cycle(
@@ -407,24 +406,21 @@ def tokens_per_s(length: float, cycle_ms: float) -> float:
     return 1000 * length / cycle_ms
 
 
-def heads_draft_ms(
-    hardware: Hardware,
-    served: Served,
-    num_heads: int,
-    num_blocks: int = 1,
-    draft_vocab_size: int | None = None,
-) -> float:
-    """Drafting with Medusa heads that share an lm_head: every rank reads all blocks and its part of the lm_head.
+def heads_draft_ms(hardware: Hardware, served: Served, heads: Heads, draft_vocab_size: int) -> float:
+    """One drafting: a rank reads all that the heads' features are multiplied with, and rows of lm_head in bf16.
 
-    The ranks then gather their best tokens, which is taken to take what an all-reduce of as many states as there are
-    heads does.
+    Heads that draft at once read their share of the lm_head, then the ranks gather their best tokens, which is taken to
+    take what an all-reduce of as many states as there are heads does. Heads that draft in turn read all rows of the
+    draft vocabulary every time, and the ranks only put the root's embedding together.
     """
     D, gpus = served.hidden_size, max(hardware.gpus, 1)
-    blocks = 2 * num_heads * num_blocks * D * (D + 1)
-    lm_head = 2 * D * (draft_vocab_size or served.vocab_size) / gpus
+    rows = 2 * D * draft_vocab_size
+    in_turn = heads.reads == "path"
+    read = 2 * sum(heads.products) + (heads.num_heads * rows if in_turn else rows / gpus)
     per_ms = hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value / 1000
-    gather_ms = hardware.allreduce_us(num_heads * D * ITEM_BYTES) / 1000 if gpus > 1 else 0.0
-    return (blocks + lm_head) / per_ms + gather_ms
+    states = 1 if in_turn else heads.num_heads
+    gather_ms = hardware.allreduce_us(states * D * ITEM_BYTES) / 1000 if gpus > 1 else 0.0
+    return read / per_ms + gather_ms
 
 
 def model_draft_ms(hardware: Hardware, served: Served, read_bytes: float, steps: int, layers: int = 1) -> float:

@@ -174,7 +174,7 @@ def heads_break_even(
     hardware: Hardware, served: Served, cost: TrainingCost, nodes: int
 ) -> tuple[BreakEven, tuple[str, ...]]:
     """Of one greedy request that the heads of `cost` draft for, `nodes` tokens a pass; and what was assumed for it."""
-    draft_ms = heads_draft_ms(hardware, served, cost.K, cost.blocks, cost.M)
+    draft_ms = heads_draft_ms(hardware, served, cost.heads, cost.M)
     model = CycleModel(hardware, served)
     context = model.usual_context
     cycle = model.cycle(nodes, context=context, draft_ms=draft_ms)

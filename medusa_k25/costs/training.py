@@ -30,17 +30,14 @@ CUDA_CONTEXT_BYTES = 1_500_000_000  # CUDA, cuBLAS and NCCL, before the first te
 class TrainingCost:
     """The sizes of a run. Memory and disk in bytes, of one device and of the whole run; work in FLOP.
 
-    parameters: of the blocks of all heads; further_parameters: of them, in blocks behind a head's first.
+    heads may lie on the meta device. N: positions of a rank's micro-batch, M: draft vocabulary, V: of the target.
+    longest_answer: tokens, of one that is validated.
     """
 
-    K: int
+    heads: Heads
     N: int
-    D: int
     M: int
-    parameters: int
-    further_parameters: int
-    blocks: int
-    own_lm_head: bool
+    V: int
     teacher: bool
     strategy: str  # auto, ddp, zero1, zero2, zero3
     world_size: int
@@ -48,57 +45,32 @@ class TrainingCost:
     device_type: str
     longest_answer: int
 
-    @classmethod
-    def of(
-        cls,
-        heads: Heads,
-        num_blocks: int,
-        positions: int,
-        draft_vocab_size: int,
-        teacher: bool,
-        strategy: str,
-        world_size: int,
-        low_precision: bool,
-        device_type: str,
-        longest_answer: int,
-    ) -> "TrainingCost":
-        """Of `heads`, which may lie on the meta device; `positions` of a rank's micro-batch."""
-        own = 0 if heads.lm_heads is None else heads.lm_heads.weight.numel()
-        parameters = sum(parameter.numel() for parameter in heads.parameters()) - own
-        return cls(
-            K=heads.num_heads,
-            N=positions,
-            D=heads.hidden_size,
-            M=draft_vocab_size,
-            parameters=parameters,
-            further_parameters=parameters * (num_blocks - 1) // num_blocks,
-            blocks=num_blocks,
-            own_lm_head=heads.own_lm_head,
-            teacher=teacher,
-            strategy=strategy,
-            world_size=world_size,
-            low_precision=low_precision,
-            device_type=device_type,
-            longest_answer=longest_answer,
-        )
+    @property
+    def K(self) -> int:
+        return self.heads.num_heads
+
+    @property
+    def D(self) -> int:
+        return self.heads.hidden_size
 
     @property
     def trained(self) -> int:
         """Parameters that the optimizer holds."""
-        return self.parameters + (self.K * self.M * self.D if self.own_lm_head else 0)
+        features = sum(weight.numel() for name, weight in self.heads.named_parameters() if name != "lm_heads.weight")
+        return features + (self.K * self.M * self.D if self.heads.own_lm_head else 0)
 
     @property
     def flops_per_position(self) -> float:
         """Forward and backward: no gradient to the frozen lm_head or to the cached states."""
         logits = 2 * self.D * self.M
-        blocks = 2 * self.parameters + 2 * self.parameters + 2 * self.further_parameters
-        heads = self.K * logits * (3 if self.own_lm_head else 2)
-        return blocks + heads + (2 * logits if self.teacher else 0)
+        features = 4 * sum(self.heads.products) + 2 * self.heads.trained_inputs
+        ranked = self.K * logits * (3 if self.heads.own_lm_head else 2)
+        return features + ranked + (2 * logits if self.teacher else 0)
 
     @property
     def forward_flops_per_position(self) -> float:
         """Of a validated position: what the heads rank, without a teacher."""
-        return 2 * self.parameters + self.K * 2 * self.D * self.M
+        return 2 * sum(self.heads.products) + self.K * 2 * self.D * self.M
 
     @property
     def state_bytes(self) -> int:
@@ -121,17 +93,18 @@ class TrainingCost:
         """Bytes of one device, by part."""
         item = 2 if self.low_precision else 4
         K, N, D = self.K, self.N, self.D
-        activations = K * N * D * item * (3 * self.blocks + 2) + 2 * N * D * item
+        activations = N * self.heads.saved_numbers * item
         rows = min(ROWS[self.device_type], K * N)
         loss = BLOCK_BYTES[self.device_type] * (2 if self.low_precision else 1) + 4 * rows * D * 4
         loss += N * D * 4 if self.teacher else 0
-        if self.own_lm_head:  # its gradient in fp32 and scaled, whole rows of logits, and what ZeRO-3 gathers
+        if self.heads.own_lm_head:  # its gradient in fp32 and scaled, whole rows of logits, and what ZeRO-3 gathers
             loss += 8 * K * self.M * D + 2 * LEAST_ROWS[self.device_type] * self.M * 4
             loss += K * self.M * D * item if self.strategy == "zero3" else 0
         validation = (2 * K + 1) * self.longest_answer * D * item + 2 * BLOCK_BYTES[self.device_type]
         return {
             "weights, gradients, optimizer": self.state_bytes,
             "frozen lm_head": self.M * D * item,
+            "frozen embeddings": 0 if self.heads.reads == "state" else self.V * D * item,
             "a micro-batch": max(activations + loss, validation),
             "libraries": CUDA_CONTEXT_BYTES if self.device_type == "cuda" else 0,
         }
@@ -159,8 +132,12 @@ class TrainingCost:
                 f"data.batch_size or data.window 1/{self.N // smaller.N} of now, with as many more "
                 "trainer.accumulate_grad_batches"
             )
-        if self.own_lm_head and replace(self, own_lm_head=False).memory_bytes <= available:
-            fits.append("heads.own_lm_head=false")
+        if self.heads.own_lm_head:
+            with torch.device("meta"):
+                arguments = self.heads.arguments | {"own_lm_head": False}
+                shared = replace(self, heads=type(self.heads)(**arguments))
+            if shared.memory_bytes <= available:
+                fits.append("heads.own_lm_head=false")
         smaller = self
         while smaller.M > 1024 and smaller.memory_bytes > available:
             smaller = replace(smaller, M=smaller.M // 2)

@@ -3,11 +3,12 @@
 Letters: N positions, D hidden, K heads.
 """
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from medusa_k25.heads.base import Heads
+from medusa_k25.heads.base import Heads, zeroed
 
 
 class ResidualBlock(nn.Module):
@@ -15,19 +16,16 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, hidden_size: int, bias: bool):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size, bias)
-        for parameter in self.linear.parameters():
-            nn.init.zeros_(parameter)
+        self.linear = zeroed(nn.Linear(hidden_size, hidden_size, bias))
 
     def forward(self, x_ND: Tensor) -> Tensor:
         return x_ND + silu(self.linear(x_ND))
 
 
 class ResidualHeads(Heads):
-    """K heads of `num_blocks` blocks each, with a bias a block or without.
+    """K heads of `num_blocks` blocks each on the hidden state, with a bias a block or without."""
 
-    At step 0 every head's feature equals h_t, so its logits are lm_head(h_t) exactly.
-    """
+    reads = "state"
 
     def __init__(
         self,
@@ -38,14 +36,29 @@ class ResidualHeads(Heads):
         own_lm_head: bool = False,
         draft_vocab_size: int | None = None,
     ):
-        if num_heads < 1 or num_blocks < 1:
-            raise ValueError(f"heads need num_heads >= 1 and num_blocks >= 1, got {num_heads} and {num_blocks}")
         super().__init__(hidden_size, num_heads, own_lm_head, draft_vocab_size)
+        if num_blocks < 1:
+            raise ValueError(f"residual heads need num_blocks >= 1, got {num_blocks}")
         self.num_blocks, self.bias = num_blocks, bias
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(hidden_size, bias) for _ in range(num_blocks))) for _ in range(num_heads)
         )
 
-    def forward(self, hidden_ND: Tensor, path_NK: Tensor) -> Tensor:
-        """See `Heads.forward`; these heads read nothing but the state."""
-        return torch.stack([head(hidden_ND) for head in self.heads])
+    def start(self, hidden_ND: Tensor) -> Tensor:
+        return hidden_ND
+
+    def step(self, k: int, state_NS: Tensor, token_ND: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.heads[k - 1](state_NS), state_NS
+
+    @property
+    def products(self) -> Sequence[int]:
+        D = self.hidden_size
+        return [self.num_blocks * D * (D + self.bias)] * self.num_heads
+
+    @property
+    def trained_inputs(self) -> int:  # all blocks but the first, which reads the cached state
+        return sum(self.products) * (self.num_blocks - 1) // self.num_blocks
+
+    @property
+    def saved_numbers(self) -> int:
+        return (self.num_heads * (3 * self.num_blocks + 2) + 2) * self.hidden_size

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from medusa_k25.cache import Cache, Document
-from medusa_k25.heads import DraftVocabulary, Heads
+from medusa_k25.heads import Speculator
 from medusa_k25.metrics import topk_ids
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.target import TargetModel
@@ -46,21 +46,22 @@ def sampled(temperature: float, top_p: float = 1.0, generator: torch.Generator |
 
 
 class Drafter:
-    """Heads, the target's lm_head rows and a tree: fills the tree's nodes from one hidden state."""
+    """Heads with what they draft with, and a tree: fills the tree's nodes from one hidden state."""
 
-    def __init__(self, heads: Heads, vocabulary: DraftVocabulary, lm_head_MD: Tensor, tree: Tree):
-        tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
-        self.heads, self.vocabulary, self.lm_head_MD, self.tree = heads, vocabulary, lm_head_MD, tree
+    def __init__(self, speculator: Speculator, tree: Tree):
+        tree.refuse_unless_fits(speculator.heads.num_heads, len(speculator.vocabulary))
+        self.speculator, self.tree = speculator, tree
 
     @torch.no_grad()
     def draft(self, hidden_D: Tensor, root: int) -> list[int]:
         """Token of every node; node 0 is the root."""
         if not self.tree.paths:
             return [root]
-        root_K = torch.full((1, self.heads.num_heads), root, device=hidden_D.device)
-        features_K1D = self.heads(hidden_D[None].to(self.lm_head_MD.dtype), root_K)
-        logits_KM = self.heads.with_lm_head(self.lm_head_MD, lambda lm_head: features_K1D @ lm_head.mT)[:, 0]
-        choices = self.vocabulary.to_target(topk_ids(logits_KM, self.tree.width)).tolist()
+        heads, vocabulary, lm_head_MD = self.speculator.heads, self.speculator.vocabulary, self.speculator.lm_head_MD
+        root_1K = torch.full((1, heads.num_heads), root, device=lm_head_MD.device)
+        features_K1D = self.speculator.features(hidden_D[None], root_1K)
+        logits_KM = heads.with_lm_head(lm_head_MD, lambda lm_head: features_K1D @ lm_head.mT)[:, 0]
+        choices = vocabulary.to_target(topk_ids(logits_KM, self.tree.width)).tolist()
         return [root, *(choices[len(path) - 1][path[-1]] for path in self.tree.paths)]
 
 
@@ -198,7 +199,7 @@ def prove(
         ids = cache.token_ids(document).tolist()
         prompt_ids, answer_ids = ids[: document.prompt_length], ids[document.prompt_length :]
         result = speculative_decode(target, drafter, prompt_ids, max_new_tokens, end_ids)
-        ranks = answer_ranks(drafter.heads, drafter.lm_head_MD, drafter.vocabulary, cache, [document])
+        ranks = answer_ranks(drafter.speculator, cache, [document])
         expected = replay(ranks, drafter.tree)
         tokens += len(result.answer_ids)
         decoded, replayed = decoded + result.acceptance, replayed + expected

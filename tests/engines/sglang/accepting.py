@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from medusa_k25.data.labels import IGNORE, future_tokens
-from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
 from medusa_k25.serving.decode import Decoded, Drafter, speculative_decode
 from medusa_k25.serving.formats import export_heads
 from medusa_k25.target import Target, TargetModel
@@ -84,5 +84,5 @@ def decode_all(
     limit: int,
 ) -> list[Decoded]:
     """What the reference decoder makes of the prompts: answers of `limit` tokens, and the passes they take."""
-    drafter = Drafter(heads, vocabulary, vocabulary.rows(target.lm_head).float(), tree)
+    drafter = Drafter(Speculator.of(heads, vocabulary, target), tree)
     return [speculative_decode(model, drafter, prompt, limit, ()) for prompt in prompts]

@@ -12,6 +12,7 @@ import pytest
 from medusa_k25.cache import Cache, Document
 from medusa_k25.checkpoint import find_checkpoint, load_heads
 from medusa_k25.data.windows import documents_of
+from medusa_k25.heads import Speculator
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.serving.formats import load_served
 from medusa_k25.target import Target
@@ -81,7 +82,7 @@ def test_output_and_counts_are_the_targets_and_replays(answered: dict[str, Any],
     for document, row in zip(proof_set(cache), answered["medusa"]["proof"], strict=True):
         ids, counts = cache.token_ids(document).tolist(), row["meta_info"]
         assert row["output_ids"] == ids[document.prompt_length :]
-        ranks = answer_ranks(served.heads.float(), lm_head_MD, served.vocabulary, cache, [document])
+        ranks = answer_ranks(Speculator(served.heads.float(), served.vocabulary, lm_head_MD), cache, [document])
         expected = replay(ranks, served.tree)
         assert counts["spec_verify_ct"] == expected.passes
         assert counts["completion_tokens"] - 1 == expected.emitted

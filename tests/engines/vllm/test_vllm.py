@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa_k25.cache import Document
-from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
 from medusa_k25.replay import answer_ranks, replay
 from medusa_k25.serving.formats import ServedHeads, export_heads
 from medusa_k25.tree import Tree
@@ -28,7 +28,7 @@ def texts(demo: Demo, documents: Sequence[Document]) -> tuple[list[list[int]], l
 def ranks_of(demo: Demo, served: ServedHeads, documents: Sequence[Document]) -> list[Tensor]:
     heads = served.heads.float()
     lm_head_MD = served.vocabulary.rows(demo.target.lm_head).float()
-    return answer_ranks(heads, lm_head_MD, served.vocabulary, demo.cache, documents)
+    return answer_ranks(Speculator(heads, served.vocabulary, lm_head_MD), demo.cache, documents)
 
 
 def counts_of_cut(ranks: Sequence[Tensor], chain: Tree, limit: int) -> tuple[int, list[int]]:
