@@ -16,6 +16,7 @@ from medusa_k25 import evaluate, export
 from medusa_k25 import train as training
 from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, compose, conf_dir
+from medusa_k25.heads import HEADS
 from medusa_k25.serving.formats import load_served
 from tests.ranks import on_ranks
 from tests.test_training import metrics, weights
@@ -79,6 +80,20 @@ def test_two_ranks_train_what_one_rank_trains(whole):
         assert two.keys() == one.keys()
         for key, value in one.items():
             assert two[key] == pytest.approx(value, rel=1e-4), (name, key)
+
+
+def test_two_ranks_train_heads_of_every_type(job, tmp_path):
+    """Under ZeRO-3, where a cell's weights are put together and let go again for every head that applies it."""
+    kinds = [kind for kind in HEADS if kind != "residual"]
+    jobs = {kind: [f"heads={kind}", "trainer.max_steps=4"] for kind in kinds}
+    on_ranks(2, tmp_path, *(job(tmp_path / f"two-{kind}", "strategy=zero3", *jobs[kind]) for kind in kinds))
+    for kind in kinds:
+        one = job(tmp_path / f"one-{kind}", "trainer.devices=1", "data.batch_size=8", *jobs[kind])
+        training.train(compose(one["overrides"]))
+        expected, found = (metrics(tmp_path / f"{ranks}-{kind}") for ranks in ("one", "two"))
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=1e-4), (kind, key)
 
 
 def test_seven_windows_on_two_ranks_end(whole):
