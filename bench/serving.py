@@ -25,8 +25,7 @@ TIMED = {
     "target": "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
     "round": "medusa_k25.serving.sglang.worker.MedusaWorker.forward_batch_generation",
     "n-gram round": "sglang.srt.speculative.ngram_worker.NGRAMWorker.forward_batch_generation",
-    "heads": "medusa_k25.serving.sglang.drafting.EngineHeads.choices",
-    "tree": "medusa_k25.serving.sglang.drafting.EngineTree.fill",
+    "drafting": "medusa_k25.serving.sglang.drafting.EngineHeads.draft",
 }
 PROMPTS, TOKENS = 16, 48
 
@@ -114,7 +113,7 @@ def main() -> None:
         for batch in (1, 4):
             for name, arguments in (("MEDUSA", medusa), ("NGRAM", ngram)):
                 spent, tokens = measure(batch, **arguments)
-                drafting = spent.get("heads", 0.0) + spent.get("tree", 0.0)
+                drafting = spent.get("drafting", 0.0)
                 total = spent["round"] if name == "MEDUSA" else spent["n-gram round"]
                 a_round = 1000 / spent["rounds"]
                 print(

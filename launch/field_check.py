@@ -515,23 +515,21 @@ def follow(text: Sequence[int]) -> Choose:
 
 def drafting_time(heads_folder: Path, target: Target, cuda: bool) -> float:
     """Milliseconds to draft one tree for one request, on one rank: heads, top-k, and the tree's tokens."""
-    from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, LmHeadShard, Ranks
+    from medusa_k25.serving.sglang.drafting import EngineHeads, Ranks, Shard
 
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     served = load_served(heads_folder)
     alone = Ranks(0, 1, all_gather=lambda tensor: tensor[None], all_reduce=lambda tensor: None)
-    shard = LmHeadShard(target.lm_head.to(device, dtype), 0)
-    heads, tree = (
-        EngineHeads(served, served.tree.width, shard, alone, dtype, device),
-        EngineTree(served.tree, 1, device),
-    )
+    lm_head = Shard(target.lm_head.to(device, dtype), 0)
+    embeddings = None if served.heads.reads == "state" else Shard(target.embeddings.to(device, dtype), 0)
+    heads = EngineHeads(served, served.tree, lm_head, embeddings, alone, dtype, device)
     hidden_1D = torch.randn(1, target.hidden_size, device=device, dtype=dtype)
     root_1 = torch.zeros(1, dtype=torch.long, device=device)
     rounds = 100
     for _warm in (False, True):
         began = time.perf_counter()
         for _ in range(rounds):
-            tokens_1n = tree.fill(root_1, heads.choices(hidden_1D, root_1))
+            tokens_1n = heads.draft(hidden_1D, root_1)
         tokens_1n.tolist()  # waits for the device
     return 1e3 * (time.perf_counter() - began) / rounds
 

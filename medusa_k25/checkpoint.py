@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from medusa_k25.heads import HEADS, DraftVocabulary, Heads, Speculator
+from medusa_k25.heads import HEADS, DraftVocabulary, Heads, Speculator, kind_of
 from medusa_k25.target import Target
 
 SCORE = "calibration/speedup"  # what "best" means
@@ -49,13 +49,12 @@ def write_heads(
     folder: Path, state: Mapping[str, Tensor], heads: Heads, vocabulary: DraftVocabulary, record: Mapping[str, Any]
 ) -> None:
     """`state` holds the whole tensors of `heads` (which under ZeRO-3 holds only shares of them)."""
-    kind = next(name for name, kind in HEADS.items() if kind is type(heads))
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
     # not save_file: its files are readable by their owner alone
     (folder / "heads.safetensors").write_bytes(save({**tensors, "draft_vocabulary": vocabulary.token_ids_M}))
     written = {
         "format_version": 1,
-        "heads": {"type": kind, **heads.arguments},
+        "heads": {"type": kind_of(heads), **heads.arguments},
         "vocab_size": vocabulary.vocab_size,
         **record,
     }

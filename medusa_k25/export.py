@@ -30,7 +30,7 @@ from medusa_k25.costs.hardware import Hardware
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
-from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, Heads
 from medusa_k25.replay import answer_ranks, fastest_tree, grow
 from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.serving.blank import blank_heads, made_up_tree
@@ -195,7 +195,6 @@ def write(
         base_model,
         cfg.medusa_tree_fallback,
     )
-    assert isinstance(heads, ResidualHeads)  # others were refused
     notes = remarks(heads, vocabulary, cfg.format)
     for note in notes:
         print(note)

@@ -3,8 +3,8 @@
 Only the sorted list of paths is stored: (0, 2) is the third choice of head 2 below the best choice of head 1; the root,
 the token that the target itself produced, is the empty path and is not listed. All else is derived.
 
-Letters: N positions, K heads, R choices of a head, P paths, n nodes (root included, as SGLang's
-`speculative_num_draft_tokens` counts).
+Letters: N positions, K heads, R choices of a head, P paths (in a `Level`: drafters), C nodes of one depth, n nodes
+(root included, as SGLang's `speculative_num_draft_tokens` counts).
 """
 
 import heapq
@@ -36,6 +36,26 @@ def places(paths: Sequence[Path], ranks_NK: Tensor) -> Tensor:
         at_N = next_C[at_N * (width + 1) + ranks_NK[:, k].clamp(max=width)]
         places_NK[:, k] = at_N
     return places_NK
+
+
+@dataclass(frozen=True)
+class Level:
+    """How the nodes of one depth are drafted: a head drafts once for each of P drafters, and each node takes a choice.
+
+    nodes_P: where the drafters are among the nodes of the depth above; above_P: by which drafter of the level above
+    each of them was drafted, whose state it goes on from. drafter_C, rank_C: whose choice each node is, and which one.
+    width: how many choices of a drafter are taken.
+    """
+
+    nodes_P: Tensor
+    above_P: Tensor
+    drafter_C: Tensor
+    rank_C: Tensor
+    width: int
+
+    def to(self, device: torch.device | str) -> "Level":
+        nodes_P, above_P = self.nodes_P.to(device), self.above_P.to(device)
+        return Level(nodes_P, above_P, self.drafter_C.to(device), self.rank_C.to(device), self.width)
 
 
 class Tree:
@@ -88,6 +108,31 @@ class Tree:
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)
         return children
+
+    def levels(self, by_path: bool) -> list[Level]:
+        """One for each depth from 1 on; in each the nodes have their order in the tree.
+
+        by_path: the drafts depend on the path, so that every node with children is a drafter; else one drafts for all.
+        """
+        levels, above = list[Level](), list[Path]([()])
+        drafted_by: dict[Path, int] = {(): 0}
+        for depth in range(1, self.depth + 1):
+            nodes = [path for path in self.paths if len(path) == depth]
+            drafters = list(dict.fromkeys(path[:-1] for path in nodes)) if by_path else above[:1]
+            number = {path: i for i, path in enumerate(drafters)}
+            drafter_C = [number[path[:-1]] if by_path else 0 for path in nodes]
+            ranks_C = [path[-1] for path in nodes]
+            levels.append(
+                Level(
+                    torch.tensor([above.index(path) for path in drafters]),
+                    torch.tensor([drafted_by[path] for path in drafters]),
+                    torch.tensor(drafter_C),
+                    torch.tensor(ranks_C),
+                    max(ranks_C) + 1,
+                )
+            )
+            above, drafted_by = nodes, dict(zip(nodes, drafter_C, strict=True))
+        return levels
 
     @cached_property
     def depths_n(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Start new heads from trained ones: a checkpoint of ours, of FasterDecoding (or TGI), or in vLLM's layout.
+"""Start new heads from trained ones: of ours, or residual ones of FasterDecoding (or TGI) or in vLLM's layout.
 
 Rows of a draft vocabulary are matched by the token of the target that they stand for, never by their place: heads that
 were trained for another draft vocabulary start almost from nothing, and look as if they had not.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises for a file that it does not take for weights
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,8 +18,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_k25.checkpoint import find_checkpoint, load_heads
-from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
-from medusa_k25.serving.formats import MODEL_NAMES, medusa_names, rename, sizes_of, tensors_of
+from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads, kind_of
+from medusa_k25.serving.formats import (
+    MODEL_NAMES,
+    arguments_of,
+    load_served,
+    medusa_names,
+    rename,
+    residual_outline,
+    tensors_of,
+)
 from medusa_k25.serving.untrusted import read_json
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -26,14 +35,19 @@ MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 @dataclass(frozen=True)
 class Source:
-    """Residual heads of any producer. `tensors` have the names of `formats.tensors_of`."""
+    """Heads of ours, or residual heads of any producer. `tensors` have the names of `formats.tensors_of`."""
 
     origin: str
+    kind: str  # a name in HEADS
     tensors: Mapping[str, Tensor]
     num_heads: int
-    num_blocks: int
     hidden_size: int
     token_ids_R: Tensor | None  # the target token of each row; None: all of them, in their order
+
+    @property
+    def num_blocks(self) -> int:
+        """Of residual heads."""
+        return 1 + max(int(name.split(".")[2]) for name in self.tensors if name.startswith("heads."))
 
     @property
     def has_bias(self) -> bool:
@@ -49,16 +63,21 @@ def warm_start(heads: Heads, vocabulary: DraftVocabulary, source: Path, min_matc
     """Copy what `source` holds into freshly built heads, whose lm_heads were initialised; returns what was done.
 
     source: a run folder (its best checkpoint), a checkpoint or an export of ours, or a folder of other producers.
-    Blocks are copied head by head and layer by layer; what the source lacks keeps its identity start. Rows of own
-    lm_heads are copied where the source has own rows of that token; the others stay the target's.
+    Residual blocks are copied head by head and layer by layer; what the source lacks keeps its identity start. Heads of
+    other types are copied whole. Rows of own lm_heads are copied where the source has own rows of that token; the
+    others stay the target's.
     Raises ValueError where less than `min_match` (0 to 1) of the draft vocabulary is known to the source, for another
-    hidden size, for biases that would be lost, and for files that are damaged or not understood.
+    type or hidden size, for heads of other sizes where they are copied whole, for biases that would be lost, and for
+    files that are damaged or not understood.
     """
     if not 0 <= min_match <= 1:
         raise ValueError(f"warm_start_min_match={min_match}: expected a share between 0 and 1")
-    if not isinstance(heads, ResidualHeads):
-        raise ValueError(f"a warm start takes residual heads only, got {type(heads).__name__}; use warm_start=null")
-    given = read_source(source)
+    given, kind = read_source(source), kind_of(heads)
+    if given.kind != kind:
+        raise ValueError(
+            f"warm start from {source}: it holds {given.kind} heads, these are {kind}; choose {kind} heads, or train "
+            f"with heads={given.kind}"
+        )
     if given.hidden_size != heads.hidden_size:
         raise ValueError(
             f"warm start from {source}: its hidden size is {given.hidden_size}, the target's {heads.hidden_size}; "
@@ -77,7 +96,10 @@ def warm_start(heads: Heads, vocabulary: DraftVocabulary, source: Path, min_matc
 
     places = tensors_of(heads)
     lines = [f"warm start  {source}: {given.origin}"]
-    lines.append(copy_blocks(given, heads, places))
+    if isinstance(heads, ResidualHeads):
+        lines.append(copy_blocks(given, heads, places))
+    else:
+        lines.append(copy_whole(given, heads, places))
     lines.append(f"it knows {found}, matched by target token id")
     if heads.own_lm_head and given.has_own_lm_heads:
         K = min(heads.num_heads, given.num_heads)
@@ -90,7 +112,7 @@ def warm_start(heads: Heads, vocabulary: DraftVocabulary, source: Path, min_matc
         lines.append("own lm_heads: all rows stay the target's, for the source has no own lm_heads")
     elif given.has_own_lm_heads:
         lines.append(
-            "WARNING: the source's own lm_heads are DROPPED, for these heads share the target's: its blocks were "
+            "WARNING: the source's own lm_heads are DROPPED, for these heads share the target's: its weights were "
             "trained for other logits; heads.own_lm_head=true keeps them"
         )
     return "\n            ".join(lines)
@@ -104,6 +126,25 @@ def rows_of(token_ids_R: Tensor | None, vocabulary: DraftVocabulary) -> Tensor:
     inside_R = token_ids_R < vocabulary.vocab_size
     row_V[token_ids_R[inside_R]] = torch.arange(len(token_ids_R))[inside_R]
     return row_V[vocabulary.token_ids_M]
+
+
+def copy_whole(given: Source, heads: Heads, places: Mapping[str, Tensor]) -> str:
+    """All tensors but own lm_heads."""
+    parts = [
+        {name: tensor for name, tensor in each.items() if not name.startswith("lm_heads.")}
+        for each in (places, given.tensors)
+    ]
+    wanted, found = ({name: list(tensor.shape) for name, tensor in part.items()} for part in parts)
+    if wanted != found:
+        name = next(name for name in [*wanted, *found] if wanted.get(name) != found.get(name))
+        raise ValueError(
+            f"warm start: {given.kind} heads are copied whole, and the source's have other sizes: '{name}' is "
+            f"{found.get(name, 'not there')}, expected {wanted.get(name, 'none')}; choose a source with the arguments "
+            f"of these heads ({', '.join(f'{key}={value}' for key, value in arguments_of(heads).items())})"
+        )
+    for name, place in parts[0].items():
+        place.copy_(parts[1][name])
+    return f"{len(wanted)} tensors of {given.num_heads} {given.kind} heads copied"
 
 
 def copy_blocks(given: Source, heads: ResidualHeads, places: Mapping[str, Tensor]) -> str:
@@ -140,7 +181,7 @@ def read_source(folder: Path) -> Source:
         if (folder / name).is_file():
             return read_medusa(folder / name)
     if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-        return read_vllm(folder)
+        return read_export(folder)
     raise ValueError(
         f"warm_start={folder} holds no heads: expected a run folder, heads.json with heads.safetensors, "
         f"config.json with model.safetensors, or {' or '.join(MEDUSA_FILES)}"
@@ -149,23 +190,33 @@ def read_source(folder: Path) -> Source:
 
 def read_ours(folder: Path) -> Source:
     checkpoint = load_heads(folder)
-    heads = checkpoint.heads
-    if not isinstance(heads, ResidualHeads):
-        raise ValueError(f"{folder} holds {type(heads).__name__}: a warm start takes residual heads only")
-    target = checkpoint.record["target"]
-    return Source(
-        f"step {checkpoint.record['step']} of heads for {target['name']} ({target['revision']})",
-        tensors_of(heads),
-        heads.num_heads,
-        heads.num_blocks,
-        heads.hidden_size,
-        checkpoint.vocabulary.token_ids_M,
-    )
+    heads, record = checkpoint.heads, checkpoint.record
+    target = record["target"]
+    origin = f"step {record['step']} of heads for {target['name']} ({target['revision']})"
+    return source_of(origin, heads, checkpoint.vocabulary)
 
 
-def read_vllm(folder: Path) -> Source:
-    """vLLM's layout. With `original_lm_head` its lm_head is a copy of the target's, of which nothing is needed."""
+def source_of(origin: str, heads: Heads, vocabulary: DraftVocabulary) -> Source:
+    tensors, token_ids_M = tensors_of(heads), vocabulary.token_ids_M
+    return Source(origin, kind_of(heads), tensors, heads.num_heads, heads.hidden_size, token_ids_M)
+
+
+def read_export(folder: Path) -> Source:
+    """vLLM's layout, or heads of another type as only we export them."""
     config = read_json(folder / "config.json")
+    if "medusa_heads" in config:
+        served = load_served(folder)
+        return source_of(origin_of(config, "exported heads"), served.heads, served.vocabulary)
+    return read_vllm(folder, config)
+
+
+def origin_of(config: Mapping[str, Any], unknown: str) -> str:
+    target = config.get("medusa_k25", {}).get("target")
+    return f"exported heads for {target['name']} ({target['revision']})" if target else unknown
+
+
+def read_vllm(folder: Path, config: Mapping[str, Any]) -> Source:
+    """vLLM's layout. With `original_lm_head` its lm_head is a copy of the target's, of which nothing is needed."""
     if config.get("model_type") != "medusa":
         raise ValueError(f"{folder / 'config.json'}: model_type is {config.get('model_type')!r}, expected 'medusa'")
     file = folder / "model.safetensors"
@@ -178,11 +229,9 @@ def read_vllm(folder: Path) -> Source:
         token_map = checked_map(file, token_map)
     elif config.get("truncated_vocab_size"):
         token_map = torch.arange(config["truncated_vocab_size"])
-    origin = "heads in vLLM's layout"
-    if target := config.get("medusa_k25", {}).get("target"):
-        origin = f"exported heads for {target['name']} ({target['revision']})"
+    origin = origin_of(config, "heads in vLLM's layout")
     promised = {"heads": config.get("num_heads"), "blocks": config.get("num_hidden_layers")}
-    return source_of(file, origin, tensors, MODEL_NAMES, token_map, promised)
+    return residual_source(file, origin, tensors, MODEL_NAMES, token_map, promised)
 
 
 def read_medusa(file: Path) -> Source:
@@ -194,7 +243,7 @@ def read_medusa(file: Path) -> Source:
     if base := config.get("base_model_name_or_path"):
         origin += f" for {base}"
     promised = {"heads": config.get("medusa_num_heads"), "blocks": config.get("medusa_num_layers")}
-    return source_of(file, origin, tensors, medusa_names(len(layers)), None, promised)
+    return residual_source(file, origin, tensors, medusa_names(len(layers)), None, promised)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -220,7 +269,7 @@ def checked_map(file: Path, token_map: Tensor) -> Tensor:
     return ids_R
 
 
-def source_of(
+def residual_source(
     file: Path,
     origin: str,
     tensors: Mapping[str, Tensor],
@@ -232,15 +281,16 @@ def source_of(
 
     Published configs count fewer heads than their files hold; more are a fault of the files.
     """
-    sizes = sizes_of(file, {name: tensor.shape for name, tensor in tensors.items()}, names)
-    if sizes.own_rows is not None:
+    heads = residual_outline(file, {name: tensor.shape for name, tensor in tensors.items()}, names)
+    if heads.draft_vocab_size is not None:
         if token_ids_R is None:
-            token_ids_R = torch.arange(sizes.own_rows)
-        elif len(token_ids_R) != sizes.own_rows:
+            token_ids_R = torch.arange(heads.draft_vocab_size)
+        elif len(token_ids_R) != heads.draft_vocab_size:
             raise ValueError(
-                f"{file}: its own lm_heads have {sizes.own_rows:,} rows, token_map names {len(token_ids_R):,} tokens"
+                f"{file}: its own lm_heads have {heads.draft_vocab_size:,} rows, token_map names {len(token_ids_R):,} "
+                "tokens"
             )
-    for what, held in (("heads", sizes.num_heads), ("blocks", sizes.num_blocks)):
+    for what, held in (("heads", heads.num_heads), ("blocks", heads.num_blocks)):
         count = promised[what]
         if count is not None and count > held:
             raise ValueError(f"{file} holds {held} {what}, its config.json promises {count}; fetch it again")
@@ -248,4 +298,4 @@ def source_of(
             origin += f" (config.json counts {count} {what}, the file holds {held})"
     theirs = {theirs: ours for ours, theirs in names.items()}
     ours = {rename(name, theirs): tensor for name, tensor in tensors.items()}
-    return Source(origin, ours, sizes.num_heads, sizes.num_blocks, sizes.hidden_size, token_ids_R)
+    return Source(origin, kind_of(heads), ours, heads.num_heads, heads.hidden_size, token_ids_R)

@@ -1,5 +1,7 @@
 """What every type of heads has to do: one test for all, by the names that checkpoints carry."""
 
+from typing import Any
+
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -12,12 +14,12 @@ from medusa_k25.heads import HEADS, Embeddings, Heads
 D, K, M, N, V = 8, 3, 6, 5, 11
 
 
-def build(kind: str, seed: int = 0, **options) -> Heads:
+def build(kind: str, seed: int = 0, **options: Any) -> Heads:
     torch.manual_seed(seed)
     return HEADS[kind](D, K, **options)
 
 
-def trained(kind: str, **options) -> Heads:
+def trained(kind: str, **options: Any) -> Heads:
     """With weights far from the start."""
     heads = build(kind, **options)
     with torch.no_grad():

@@ -16,6 +16,12 @@ HEADS: dict[str, type[Heads]] = {  # by the names that checkpoints and exports c
     "recurrent": RecurrentHeads,
 }
 
+
+def kind_of(heads: Heads) -> str:
+    """The name of its type in HEADS."""
+    return next(name for name, kind in HEADS.items() if kind is type(heads))
+
+
 __all__ = [
     "HEADS",
     "DraftVocabulary",
@@ -27,4 +33,5 @@ __all__ = [
     "ResidualHeads",
     "ResidualRootHeads",
     "Speculator",
+    "kind_of",
 ]

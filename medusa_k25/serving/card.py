@@ -5,10 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_k25.serving.formats import MEDUSA_FILE, ServedHeads
+from medusa_k25.heads import kind_of
+from medusa_k25.serving.formats import MEDUSA_FILE, ServedHeads, arguments_of
 
 # Where the name that a target has in a run is not the one that it has on the hub.
 HUB_NAMES = {"kimi_k25": "moonshotai/Kimi-K2.5", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+# What heads read besides the hidden state, by `Heads.reads`.
+READS = {
+    "state": "",
+    "root": " and the token that the target has just produced",
+    "path": ", the token that the target has just produced and the drafts between it and the guess",
+}
 
 
 @dataclass(frozen=True)
@@ -95,20 +103,22 @@ def model_card(
         del front["base_model"], front["license_link"]
     name = base_model or target["name"]
     paths = [list(path) for path in served.tree.paths]
+    said = ("num_heads", "own_lm_head")
+    described = "".join(f", {key} {json.dumps(value)}" for key, value in arguments_of(heads).items() if key not in said)
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in front.items()),  # JSON is YAML
         "---",
         f"# Medusa heads for {name}",
         "",
-        f"{heads.num_heads} Medusa heads: each guesses one token further ahead from the target's final hidden state, "
-        "the target verifies all guesses in one pass, and its output stays its own.",
+        f"{heads.num_heads} Medusa heads: each guesses one token further ahead from the target's final hidden state"
+        f"{READS[heads.reads]}, the target verifies all guesses in one pass, and its output stays its own.",
         "",
         "| | |",
         "|---|---|",
         f"| target | {name}, revision {target['revision']}, quantisation {target['quantisation']} |",
         f"| its lm_head | sha256 of sampled rows {target['fingerprints']['lm_head']} |",
-        f"| heads | {heads.num_heads} x {heads.num_blocks} residual blocks, hidden size {heads.hidden_size:,}, "
+        f"| heads | {heads.num_heads} of type {kind_of(heads)}{described}, hidden size {heads.hidden_size:,}, "
         f"{'own lm_heads' if heads.own_lm_head else 'the lm_head of the target'}, "
         f"{str(next(heads.parameters()).dtype).removeprefix('torch.')} |",
         f"| draft vocabulary | {f'{M:,} of {V:,} tokens' if M < V else f'all {V:,} tokens'} |",

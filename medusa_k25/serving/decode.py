@@ -3,7 +3,8 @@
 Slow and plain on purpose: it is what a serving engine must equal, and what replay is held against. Lossless: at every
 node the target chooses its own next token (greedily or by sampling) and the walk goes on while a draft carries it.
 
-Letters: T tokens, n tree nodes, V vocabulary, D hidden, K heads, M draft vocabulary.
+Letters: T tokens, n tree nodes, V vocabulary, D hidden, K heads, M draft vocabulary; at a depth of the tree P drafters,
+R choices of each, C nodes, S numbers of a state.
 """
 
 import time
@@ -46,23 +47,39 @@ def sampled(temperature: float, top_p: float = 1.0, generator: torch.Generator |
 
 
 class Drafter:
-    """Heads with what they draft with, and a tree: fills the tree's nodes from one hidden state."""
+    """Heads with what they draft with, and a tree: fills the tree's nodes from one hidden state, depth by depth."""
 
     def __init__(self, speculator: Speculator, tree: Tree):
         tree.refuse_unless_fits(speculator.heads.num_heads, len(speculator.vocabulary))
         self.speculator, self.tree = speculator, tree
+        self.levels = tree.levels(by_path=speculator.heads.reads == "path")
 
     @torch.no_grad()
     def draft(self, hidden_D: Tensor, root: int) -> list[int]:
         """Token of every node; node 0 is the root."""
-        if not self.tree.paths:
-            return [root]
-        heads, vocabulary, lm_head_MD = self.speculator.heads, self.speculator.vocabulary, self.speculator.lm_head_MD
-        root_1K = torch.full((1, heads.num_heads), root, device=lm_head_MD.device)
-        features_K1D = self.speculator.features(hidden_D[None], root_1K)
-        logits_KM = heads.with_lm_head(lm_head_MD, lambda lm_head: features_K1D @ lm_head.mT)[:, 0]
-        choices = vocabulary.to_target(topk_ids(logits_KM, self.tree.width)).tolist()
-        return [root, *(choices[len(path) - 1][path[-1]] for path in self.tree.paths)]
+        heads, lm_head_MD = self.speculator.heads, self.speculator.lm_head_MD
+
+        def drafts(lm_head: Tensor) -> list[int]:
+            return self._drafts(hidden_D, root, lm_head.expand(heads.num_heads, -1, -1))
+
+        return heads.with_lm_head(lm_head_MD, drafts)
+
+    def _drafts(self, hidden_D: Tensor, root: int, lm_head_KMD: Tensor) -> list[int]:
+        heads, vocabulary, embed = self.speculator.heads, self.speculator.vocabulary, self.speculator.embed
+        hidden_1D = hidden_D[None].to(lm_head_KMD.device, lm_head_KMD.dtype)
+        state_PS = heads.start(hidden_1D)
+        tokens_C = torch.tensor([root], device=hidden_1D.device)
+        drafted = [root]
+        for k, (level, lm_head_MD) in enumerate(zip(self.levels, lm_head_KMD, strict=False), start=1):
+            token_PD = None
+            if heads.needs_token(k):
+                assert embed is not None
+                token_PD = embed(tokens_C[level.nodes_P]).to(hidden_1D.dtype)
+            feature_PD, state_PS = heads.step(k, state_PS[level.above_P], token_PD)
+            choices_PR = vocabulary.to_target(topk_ids(feature_PD @ lm_head_MD.T, level.width))
+            tokens_C = choices_PR[level.drafter_C, level.rank_C]
+            drafted += tokens_C.tolist()
+        return drafted
 
 
 @dataclass(frozen=True)

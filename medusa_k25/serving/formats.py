@@ -1,18 +1,22 @@
 """The folder to serve from, in three formats: written, and read again as strictly as if a stranger had written it.
 
-sglang  config.json and model.safetensors under vLLM's names. The server shares the target's own lm_head, of which no
-        copy is shipped, or with `original_lm_head` false the heads' own lm_heads are here, one tensor a head.
-        `medusa_choices` in the config holds the tree as rank paths. When the heads rank a reduced vocabulary,
-        `token_map` int64 [M] names the target token of each draft index.
-vllm    the same with the copy of lm_head that vLLM loads. It drafts a chain and reads no tree.
-medusa  FasterDecoding's and TGI's: config.json and medusa_lm_head.safetensors, every head with its own lm_head over
-        the target's whole vocabulary and with biases, which their loaders take for granted.
+sglang  config.json and model.safetensors. The server shares the target's own lm_head and embeddings, of which no copy
+        is shipped; own lm_heads of the heads are here, one tensor a head. `medusa_choices` in the config holds the
+        tree as rank paths. When the heads rank a reduced vocabulary, `token_map` int64 [M] names the target token of
+        each draft index. Residual heads are in vLLM's layout, where `original_lm_head` false says that they have own
+        lm_heads. Those of other types have our own names, and their type and arguments under `medusa_heads`.
+vllm    residual heads with the copy of lm_head that vLLM loads. It drafts a chain and reads no tree.
+medusa  FasterDecoding's and TGI's, for residual heads: config.json and medusa_lm_head.safetensors, every head with its
+        own lm_head over the target's whole vocabulary and with biases, which their loaders take for granted.
 
-The tables of names are here and are read in both directions.
+The tables of names are here and are read in both directions. What another type of heads has for tensors, its own
+constructor tells: nothing here knows the types.
 
-Letters: D hidden, K heads, L blocks a head, M draft vocabulary, V target vocabulary.
+Letters: D hidden, K heads, L blocks of a residual head, M draft vocabulary, V target vocabulary.
 """
 
+import copy
+import inspect
 import json
 import re
 import reprlib
@@ -23,14 +27,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 
-from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
+from medusa_k25.heads import HEADS, DraftVocabulary, Heads, ResidualHeads, kind_of
 from medusa_k25.serving.untrusted import (
     WEIGHTS,
     Slot,
     boolean,
     integer,
+    number,
     printable,
     read_header,
     read_json,
@@ -44,6 +49,8 @@ FILE, MEDUSA_FILE = "model.safetensors", "medusa_lm_head.safetensors"
 # What a folder may ask for: far above any heads in use, and small enough that asking for all of it does no harm.
 MAX_HIDDEN, MAX_VOCAB = 1 << 16, 1 << 21
 MAX_HEADS, MAX_BLOCKS = 64, 16
+# Of the arguments of a type of heads those named num_* count parts of it, the others are sizes.
+MAX_PARTS, MAX_SIZE = 64, 1 << 18
 MAX_WEIGHT_BYTES = 64 << 30  # four heads with own lm_heads of Kimi-K2.5 in bf16 are 10 GB
 # A verify pass takes every node as a token: tens pay, hundreds do not. A request's tree mask grows with the square of
 # the nodes; at this bound it is 1 MB.
@@ -95,44 +102,71 @@ def refuse_unless_whole(file: Path, found: Mapping[str, Sequence[int]], shapes: 
         raise ValueError(f"{file} holds no whole heads: {'; '.join(faults[:5])}{more}; write or fetch it again")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of residual heads, which fix the name and shape of every tensor. own_rows: M of own lm_heads."""
-
-    hidden_size: int
-    num_heads: int
-    num_blocks: int
-    bias: bool
-    own_rows: int | None
-
-    @property
-    def shapes(self) -> dict[str, Size]:
-        """By our names, as `tensors_of` has them."""
-        D = self.hidden_size
-        layers = [f"heads.{k}.{i}.linear" for k in range(self.num_heads) for i in range(self.num_blocks)]
-        shapes = {f"{layer}.weight": Size((D, D)) for layer in layers}
-        if self.bias:
-            shapes |= {f"{layer}.bias": Size((D,)) for layer in layers}
-        if self.own_rows is not None:
-            shapes |= {f"lm_heads.{k}.weight": Size((self.own_rows, D)) for k in range(self.num_heads)}
-        return shapes
-
-    def empty_heads(self, dtype: torch.dtype) -> ResidualHeads:
-        """Heads whose tensors are allocated and not filled."""
-        with torch.device("meta"):  # initialising Kimi-K2.5's would take seconds
-            heads = ResidualHeads(
-                self.hidden_size,
-                self.num_heads,
-                self.num_blocks,
-                bias=self.bias,
-                own_lm_head=self.own_rows is not None,
-                draft_vocab_size=self.own_rows,
-            )
-        return heads.to(dtype).to_empty(device="cpu")
+def shapes_of(heads: Heads) -> dict[str, Size]:
+    """Of all tensors by our names, as `tensors_of` has them."""
+    return {name: tensor.shape for name, tensor in tensors_of(heads).items()}
 
 
-def sizes_of(file: Path, found: Mapping[str, Sequence[int]], names: Mapping[str, str]) -> Sizes:
-    """The sizes that the tensors of `file` have, given by their shapes under the names of the table's right side.
+def outline(kind: type[Heads], **arguments: Any) -> Heads:
+    """Heads without memory, on the meta device: they tell their sizes and what tensors they have."""
+    with torch.device("meta"):
+        return kind(**arguments)
+
+
+def empty(heads: Heads, dtype: torch.dtype) -> Heads:
+    """Heads like those of an `outline`, whose tensors are allocated and not filled."""
+    # a buffer that is not saved would stay unfilled
+    assert {name for name, _ in heads.named_buffers()} <= heads.state_dict().keys()
+    return copy.deepcopy(heads).to(dtype).to_empty(device="cpu")
+
+
+def arguments_of(heads: Heads) -> dict[str, Any]:
+    """What `medusa_heads` says of heads besides their type: all arguments but those that the config tells elsewhere."""
+    return {name: value for name, value in heads.arguments.items() if name not in ("hidden_size", "draft_vocab_size")}
+
+
+def outline_of_config(config: Mapping[str, Any], hidden_size: int, draft_size: int, file: Path) -> Heads:
+    """What `medusa_heads` describes. ValueError unless it names a type and gives exactly its arguments, within bounds.
+
+    An argument is a bool, an int from 1 to MAX_PARTS where its name begins with num_, else to MAX_SIZE, or a float
+    from 0 to 1; null where the type's constructor takes None.
+    """
+    described = config["medusa_heads"]
+    if not isinstance(described, dict) or not isinstance(described.get("type"), str):
+        raise ValueError(f"{file}: medusa_heads is {reprlib.repr(described)}, expected an object with a type")
+    if described["type"] not in HEADS:
+        raise ValueError(
+            f"{file}: medusa_heads is of type {reprlib.repr(described['type'])}, this version knows "
+            f"{', '.join(HEADS)}; use a newer medusa-k25, or export again"
+        )
+    kind = HEADS[described["type"]]
+    parameters = dict(inspect.signature(kind).parameters)
+    del parameters["hidden_size"], parameters["draft_vocab_size"]
+    if described.keys() != {"type", *parameters}:
+        raise ValueError(
+            f"{file}: medusa_heads of type {described['type']} gives {printable(', '.join(sorted(described)))}; "
+            f"expected type, {', '.join(parameters)}; export again"
+        )
+    arguments: dict[str, Any] = {"hidden_size": hidden_size, "draft_vocab_size": draft_size}
+    for name, parameter in parameters.items():
+        wanted = parameter.annotation
+        if described[name] is None and wanted in (bool | None, int | None, float | None):
+            arguments[name] = None
+        elif wanted in (bool, bool | None):
+            arguments[name] = boolean(described, name, False, file)
+        elif wanted in (int, int | None):
+            arguments[name] = integer(described, name, MAX_PARTS if name.startswith("num_") else MAX_SIZE, file)
+        else:
+            assert wanted in (float, float | None), f"{kind.__name__}: no file can hold an argument {parameter}"
+            arguments[name] = number(described, name, file)
+    try:
+        return outline(kind, **arguments)
+    except ValueError as error:  # arguments that do not go together
+        raise ValueError(f"{file}: {error}") from None
+
+
+def residual_outline(file: Path, found: Mapping[str, Sequence[int]], names: Mapping[str, str]) -> ResidualHeads:
+    """The residual heads of the tensors of `file`, given by their shapes under the names of the table's right side.
 
     ValueError unless they are all tensors of such heads, and nothing else.
     """
@@ -147,15 +181,33 @@ def sizes_of(file: Path, found: Mapping[str, Sequence[int]], names: Mapping[str,
     K, L = (1 + max(int(parts[place]) for parts in blocks) for place in (1, 2))
     if K > MAX_HEADS or L > MAX_BLOCKS:
         raise ValueError(f"{file}: {K} heads of {L} blocks, expected at most {MAX_HEADS} of {MAX_BLOCKS}")
-    sizes = Sizes(
-        hidden_size=shapes["heads.0.0.linear.weight"][1],
-        num_heads=K,
-        num_blocks=L,
-        bias=any(name.endswith(".bias") for name in shapes),
-        own_rows=next((shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.") and shape), None),
+    D = shapes["heads.0.0.linear.weight"][1]
+    own_rows = next((shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.") and shape), None)
+    if not 1 <= D <= MAX_HIDDEN or not 1 <= (1 if own_rows is None else own_rows) <= MAX_VOCAB:
+        rows = "" if own_rows is None else f"{own_rows:,} tokens and "
+        raise ValueError(
+            f"{file}: {rows}hidden size {D:,}, expected at most {MAX_VOCAB:,} tokens and a hidden size of at most "
+            f"{MAX_HIDDEN:,}, and no 0"
+        )
+    bias = any(name.endswith(".bias") for name in shapes)
+    heads = residual(D, K, L, bias, own_rows)
+    refuse_unless_whole(file, found, {rename(name, names): shape for name, shape in shapes_of(heads).items()})
+    return heads
+
+
+def residual(hidden_size: int, num_heads: int, num_blocks: int, bias: bool, own_rows: int | None) -> ResidualHeads:
+    """An outline. own_rows: M of own lm_heads."""
+    heads = outline(
+        ResidualHeads,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_blocks=num_blocks,
+        bias=bias,
+        own_lm_head=own_rows is not None,
+        draft_vocab_size=own_rows,
     )
-    refuse_unless_whole(file, found, {rename(name, names): shape for name, shape in sizes.shapes.items()})
-    return sizes
+    assert isinstance(heads, ResidualHeads)
+    return heads
 
 
 def checked_tree(choices: Any, file: Path) -> Tree:
@@ -183,7 +235,7 @@ def checked_tree(choices: Any, file: Path) -> Tree:
 class ServedHeads:
     """What an export folder holds."""
 
-    heads: ResidualHeads
+    heads: Heads
     vocabulary: DraftVocabulary
     tree: Tree
     config: dict[str, Any]
@@ -195,12 +247,16 @@ class ServedFolder:
 
     file: Path
     config: dict[str, Any]
-    names: Mapping[str, str]  # our names -> the file's
+    names: Mapping[str, str]  # our names -> the file's, of all tensors
     slots: Mapping[str, Slot]
-    sizes: Sizes
+    heads: Heads  # an outline
     vocab_size: int
     draft_size: int
     tree: Tree
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slots[next(iter(self.names.values()))].dtype
 
     def load(self) -> ServedHeads:
         """Read the tensors. ValueError for NaN, for infinity, and for a draft vocabulary that is none."""
@@ -213,10 +269,9 @@ class ServedFolder:
                 if token_ids_M.min() < 0 or token_ids_M.max() >= self.vocab_size:
                     raise ValueError(f"{self.file}: token_map holds ids outside 0 to {self.vocab_size - 1:,}")
                 vocabulary = DraftVocabulary(token_ids_M, self.vocab_size)
-                heads = self.sizes.empty_heads(self.slots[rename("heads.0.0.linear.weight", self.names)].dtype)
+                heads = empty(self.heads, self.dtype)
                 for name, place in tensors_of(heads).items():
-                    theirs = rename(name, self.names)
-                    read_tensor(opened, theirs, self.slots[theirs], place)
+                    read_tensor(opened, self.names[name], self.slots[self.names[name]], place)
         except OSError as error:
             raise ValueError(f"{self.file} cannot be read: {error.strerror}") from None
         return ServedHeads(heads, vocabulary, self.tree, self.config)
@@ -261,15 +316,20 @@ def open_served(folder: Path, vocab_size: int | None = None) -> ServedFolder:
     config, slots = read_json(where), read_header(file)
     V = integer(config, "vocab_size", MAX_VOCAB, where)
     M = integer(config, "truncated_vocab_size", V, where, default=V)
-    shares = boolean(config, "original_lm_head", False, where)
     D = integer(config, "hidden_size", MAX_HIDDEN, where)
-    sizes = Sizes(
-        hidden_size=D,
-        num_heads=integer(config, "num_heads", MAX_HEADS, where),
-        num_blocks=integer(config, "num_hidden_layers", MAX_BLOCKS, where),
-        bias=boolean(config, "medusa_fc_bias", False, where),
-        own_rows=None if shares else M,
-    )
+    if "medusa_heads" in config:
+        heads = outline_of_config(config, D, M, where)
+        shares, names = False, {name: name for name in shapes_of(heads)}
+    else:
+        shares = boolean(config, "original_lm_head", False, where)
+        heads = residual(
+            D,
+            num_heads=integer(config, "num_heads", MAX_HEADS, where),
+            num_blocks=integer(config, "num_hidden_layers", MAX_BLOCKS, where),
+            bias=boolean(config, "medusa_fc_bias", False, where),
+            own_rows=None if shares else M,
+        )
+        names = {name: rename(name, MODEL_NAMES) for name in shapes_of(heads)}
     found = {name: slot.shape for name, slot in slots.items()}
     token_map = found.pop("token_map", None)
     if token_map is not None and slots["token_map"].dtype.is_floating_point:
@@ -279,44 +339,39 @@ def open_served(folder: Path, vocab_size: int | None = None) -> ServedFolder:
         raise ValueError(f"{file} {mapped}, its config says {M}; export again")
     if token_map is None and M < V:
         raise ValueError(f"{file} lacks 'token_map', the target tokens of its {M:,} draft tokens; export again")
-    if shares:  # the server has the rows of a shipped copy already
+    if shares:  # the server has the rows already of which vLLM's layout ships a copy
         for name in ("lm_head.weight", "lm_heads.0.weight"):
             if found.get(name) in ((M, D), (V, D)):
                 del found[name]
-    refuse_unless_whole(file, found, {rename(name, MODEL_NAMES): shape for name, shape in sizes.shapes.items()})
-    return _checked(ServedFolder(file, config, MODEL_NAMES, slots, sizes, V, M, _tree_of(config, sizes, where)))
+    refuse_unless_whole(file, found, {names[name]: shape for name, shape in shapes_of(heads).items()})
+    return _checked(ServedFolder(file, config, names, slots, heads, V, M, _tree_of(config, heads, where)))
 
 
 def _open_medusa(file: Path, vocab_size: int | None) -> ServedFolder:
     where = file.parent / "config.json"
     config, slots = read_json(where) if where.is_file() else {}, read_header(file)
-    names = medusa_names(len({name.split(".")[1] for name in slots if name.endswith(".linear.weight")}))
-    sizes = sizes_of(file, {name: slot.shape for name, slot in slots.items()}, names)
-    for key, held in (("medusa_num_heads", sizes.num_heads), ("medusa_num_layers", sizes.num_blocks)):
+    table = medusa_names(len({name.split(".")[1] for name in slots if name.endswith(".linear.weight")}))
+    heads = residual_outline(file, {name: slot.shape for name, slot in slots.items()}, table)
+    for key, held in (("medusa_num_heads", heads.num_heads), ("medusa_num_layers", heads.num_blocks)):
         # the first published configs count fewer heads than their files hold
         if key in config and integer(config, key, MAX_HEADS, where) > held:
             raise ValueError(f"{file} holds {held}, its config.json promises {key}={config[key]}; fetch it again")
-    V = vocab_size if sizes.own_rows is None else sizes.own_rows
+    V = heads.draft_vocab_size if heads.own_lm_head else vocab_size
     if V is None:
         raise ValueError(f"{file}: its heads share the target's lm_head, so the target's vocab_size must be given")
-    if not 1 <= V <= MAX_VOCAB or not 1 <= sizes.hidden_size <= MAX_HIDDEN:
-        raise ValueError(
-            f"{file}: {V:,} tokens and hidden size {sizes.hidden_size:,}, expected at most {MAX_VOCAB:,} "
-            f"and {MAX_HIDDEN:,}, and no 0"
-        )
-    return _checked(ServedFolder(file, config, names, slots, sizes, V, V, _tree_of(config, sizes, where)))
+    names = {name: rename(name, table) for name in shapes_of(heads)}
+    return _checked(ServedFolder(file, config, names, slots, heads, V, V, _tree_of(config, heads, where)))
 
 
-def _tree_of(config: Mapping[str, Any], sizes: Sizes, file: Path) -> Tree:
+def _tree_of(config: Mapping[str, Any], heads: Heads, file: Path) -> Tree:
     if "medusa_choices" not in config:
-        return Tree.chain(sizes.num_heads)
+        return Tree.chain(heads.num_heads)
     return checked_tree(config["medusa_choices"], file)
 
 
 def _checked(folder: ServedFolder) -> ServedFolder:
-    folder.tree.refuse_unless_fits(folder.sizes.num_heads, folder.draft_size)
-    slots = {name: folder.slots[name] for name in (rename(ours, folder.names) for ours in folder.sizes.shapes)}
-    dtype = next(iter(slots.values())).dtype
+    folder.tree.refuse_unless_fits(folder.heads.num_heads, folder.draft_size)
+    slots, dtype = {name: folder.slots[name] for name in folder.names.values()}, folder.dtype
     for name, slot in slots.items():
         if slot.dtype not in WEIGHTS or slot.dtype != dtype:
             raise ValueError(
@@ -337,7 +392,8 @@ def over_whole_vocabulary(
     is drafted, and so what the heads drafted before they draft still.
     """
     V, M = vocabulary.vocab_size, len(vocabulary)
-    whole = Sizes(heads.hidden_size, heads.num_heads, heads.num_blocks, bias=True, own_rows=V).empty_heads(dtype)
+    whole = empty(residual(heads.hidden_size, heads.num_heads, heads.num_blocks, bias=True, own_rows=V), dtype)
+    assert isinstance(whole, ResidualHeads)
     row_V = torch.zeros(V, dtype=torch.long)
     row_V[vocabulary.token_ids_M] = torch.arange(M)
     given = tensors_of(heads)
@@ -351,7 +407,7 @@ def over_whole_vocabulary(
     return whole
 
 
-def remarks(heads: ResidualHeads, vocabulary: DraftVocabulary, format: str) -> list[str]:
+def remarks(heads: Heads, vocabulary: DraftVocabulary, format: str) -> list[str]:
     """What an export in `format` does to these heads that its user may not expect, a sentence each."""
     M, V = len(vocabulary), vocabulary.vocab_size
     lines = []
@@ -371,7 +427,7 @@ def remarks(heads: ResidualHeads, vocabulary: DraftVocabulary, format: str) -> l
             )
     if format == "vllm":
         lines.append("vLLM drafts a chain of the heads' best choices; the tree in the config is for SGLang")
-    if format == "medusa" and heads.num_blocks > 1:
+    if format == "medusa" and isinstance(heads, ResidualHeads) and heads.num_blocks > 1:
         lines.append(
             f"FasterDecoding's own code shares one block among the {heads.num_blocks} of a head and would use the last "
             "alone; TGI and SGLang take them as they are"
@@ -381,7 +437,7 @@ def remarks(heads: ResidualHeads, vocabulary: DraftVocabulary, format: str) -> l
 
 def export_heads(
     folder: Path,
-    heads: nn.Module,
+    heads: Heads,
     vocabulary: DraftVocabulary,
     tree: Tree,
     dtype: torch.dtype,
@@ -402,8 +458,11 @@ def export_heads(
         raise ValueError(f"format={format}: expected one of {', '.join(FORMATS)}")
     if tree_fallback not in (None, "chain"):
         raise ValueError(f"medusa_tree_fallback={tree_fallback}: expected null or chain")
-    if not isinstance(heads, ResidualHeads):
-        raise ValueError(f"format={format} holds residual heads only, got {type(heads).__name__}")
+    if format != "sglang" and not isinstance(heads, ResidualHeads):
+        raise ValueError(
+            f"format={format} holds residual heads alone, these are {kind_of(heads)} heads, with which its servers "
+            "could not draft; export them with format=sglang, which holds every type, or train with heads=residual"
+        )
     if dtype not in WEIGHTS:
         raise ValueError(f"export_dtype: expected bfloat16, float16 or float32, got {dtype}")
     if tree.num_nodes > MAX_NODES:
@@ -411,12 +470,17 @@ def export_heads(
     tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
     assert format == "sglang" or lm_head_VD is not None
     if format == "medusa" or (format == "vllm" and heads.own_lm_head and len(vocabulary) < vocabulary.vocab_size):
-        assert lm_head_VD is not None
+        assert lm_head_VD is not None and isinstance(heads, ResidualHeads)
         heads = over_whole_vocabulary(heads, vocabulary, lm_head_VD, dtype)
         vocabulary = DraftVocabulary(torch.arange(vocabulary.vocab_size), vocabulary.vocab_size)
 
-    names = medusa_names(heads.num_blocks) if format == "medusa" else MODEL_NAMES
-    tensors = {rename(name, names): tensor.to("cpu", dtype).contiguous() for name, tensor in tensors_of(heads).items()}
+    shapes = shapes_of(heads)
+    if isinstance(heads, ResidualHeads):
+        table = medusa_names(heads.num_blocks) if format == "medusa" else MODEL_NAMES
+        names = {name: rename(name, table) for name in shapes}
+    else:
+        names = {name: name for name in shapes}
+    tensors = {names[name]: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors_of(heads).items()}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"'{name}' of these heads holds NaN or infinity in {dtype}; choose another checkpoint")
@@ -426,23 +490,22 @@ def export_heads(
     if format == "vllm" and not heads.own_lm_head:
         assert lm_head_VD is not None
         written["lm_head.weight"] = vocabulary.rows(lm_head_VD).to("cpu", dtype).contiguous()
-    config: dict[str, Any]
-    if format == "medusa":  # "architectures" here would make TGI look for another kind of speculator
-        config = {
-            "model_type": "medusa",  # SGLang reads no config without it
+    sizes = {"hidden_size": heads.hidden_size, "vocab_size": vocabulary.vocab_size}
+    config: dict[str, Any] = {"model_type": "medusa"}  # SGLang reads no config without it
+    if not isinstance(heads, ResidualHeads):
+        config |= sizes | {"truncated_vocab_size": len(vocabulary)}
+        config["medusa_heads"] = {"type": kind_of(heads), **arguments_of(heads)}
+    elif format == "medusa":  # "architectures" here would make TGI look for another kind of speculator
+        config |= {
             "medusa_num_heads": heads.num_heads,
             "medusa_num_layers": heads.num_blocks,
             "base_model_name_or_path": base_model,
             "version": "2",
-            "hidden_size": heads.hidden_size,
-            "vocab_size": vocabulary.vocab_size,
+            **sizes,
         }
     else:
-        config = {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": heads.hidden_size,
-            "vocab_size": vocabulary.vocab_size,
+        config = {"architectures": ["MedusaModel"], **config, **sizes}
+        config |= {
             "truncated_vocab_size": len(vocabulary),
             "num_heads": heads.num_heads,
             "num_hidden_layers": heads.num_blocks,
@@ -460,7 +523,7 @@ def export_heads(
 
     served = load_served(folder)
     for name, tensor in tensors_of(served.heads).items():
-        if not torch.equal(tensor, tensors[rename(name, names)]):
+        if not torch.equal(tensor, tensors[names[name]]):
             raise OSError(f"{folder}: tensor '{name}' reads back differently from what was written; export again")
     if served.tree != tree or not torch.equal(served.vocabulary.token_ids_M, vocabulary.token_ids_M):
         raise OSError(f"{folder}: the tree or the draft vocabulary reads back differently; export again")

@@ -20,6 +20,7 @@ from torch import Tensor
 from medusa_k25.cache.shard import as_bytes
 
 MAX_JSON_BYTES = 1 << 20  # a config with the largest tree takes less; a header of 2,000 tensors 250 KB
+MAX_DIMENSIONS = 4
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -79,6 +80,14 @@ def boolean(config: Mapping[str, Any], key: str, default: bool, file: Path) -> b
     return value
 
 
+def number(config: Mapping[str, Any], key: str, file: Path) -> float:
+    """config[key], which must be a number from 0 to 1."""
+    value: Any = config.get(key)
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise ValueError(f"{file}: {key} is {reprlib.repr(value)}, expected a number from 0 to 1")
+    return value
+
+
 def read_header(file: Path) -> dict[str, Slot]:
     """The tensors of a safetensors file by name, none of which has been read.
 
@@ -115,7 +124,7 @@ def _slot(file: Path, name: str, entry: Any, data_start: int) -> Slot:
         raise ValueError(
             f"{file}: '{printable(name)}' is {reprlib.repr(entry['dtype'])}, expected one of {', '.join(DTYPES)}"
         )
-    if not plain or len(shape) > 2 or stop - start != prod(shape) * dtype.itemsize:
+    if not plain or len(shape) > MAX_DIMENSIONS or stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(
             f"{file} is damaged: '{printable(name)}' has another length than its shape {reprlib.repr(shape)}"
         )

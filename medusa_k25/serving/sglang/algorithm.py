@@ -144,7 +144,7 @@ def compare_with_target(served: ServedFolder, model_path: str) -> None:
         logger.warning("MEDUSA: the heads' target is not compared with %s: %s", model_path, error)
         return
     for what, ours, theirs in (
-        ("hidden size", served.sizes.hidden_size, target.hidden_size),
+        ("hidden size", served.heads.hidden_size, target.hidden_size),
         ("vocabulary size", served.vocab_size, target.vocab_size),
     ):
         if ours != theirs:

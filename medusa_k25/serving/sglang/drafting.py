@@ -1,9 +1,9 @@
-"""What a rank drafts with: the tree as the engine's tensors, and the heads with this rank's share of lm_head.
+"""What a rank drafts with: the tree as the engine's tensors, and the heads with what they share of the target.
 
-Plain torch: the engine passes in its lm_head and its collectives.
+Plain torch: the engine passes in its lm_head, its embeddings and its collectives.
 
 Letters: N requests, n tree nodes, K heads, C choices of a head, D hidden, V vocabulary, M draft vocabulary, R rows of a
-rank, W ranks.
+rank, W ranks; at a depth of the tree P drafters and C nodes, S numbers of a state.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from medusa_k25.heads.embeddings import unit_rms
 from medusa_k25.metrics import ordered_topk
 from medusa_k25.serving.formats import ServedHeads
 from medusa_k25.tree import Tree
@@ -34,17 +35,10 @@ class EngineTree:
         self.num_nodes = n
         self.depths_n = tree.depths_n.to(device)
         self.mask_nn = tree.mask_nn.to(device)
-        self.head_of_node = torch.tensor([len(path) - 1 for path in tree.paths], dtype=torch.long, device=device)
-        self.choice_of_node = torch.tensor([path[-1] for path in tree.paths], dtype=torch.long, device=device)
         # the kernels want contiguous rows, one a request; slices of these cost no kernel a pass
         self.next_token_Nn = torch.tensor(first_child_n, device=device).repeat(max_requests, 1)
         self.next_sibling_Nn = torch.tensor(sibling_n, device=device).repeat(max_requests, 1)
         self.index_Nn = torch.arange(max_requests * n, device=device).view(max_requests, n)
-
-    def fill(self, root_N: Tensor, choices_NKC: Tensor) -> Tensor:
-        """Tokens of all nodes, int64 [N, n]: the root, then each node's choice of its head."""
-        drafts = choices_NKC[:, self.head_of_node, self.choice_of_node]
-        return torch.cat([root_N.long()[:, None], drafts], dim=1)
 
     def full_mask(self, lengths: list[int]) -> Tensor:
         """For requests of `lengths` tokens: rows over the past and the tree, request by request, bool, flat.
@@ -76,49 +70,74 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class LmHeadShard:
-    """The target's lm_head as a rank holds it: row i of weight_RD stands for token first + i."""
+class Shard:
+    """A matrix over the target's vocabulary as a rank holds it: row i of weight_RD stands for token first + i.
+
+    The ranks' shards hold every token once.
+    """
 
     weight_RD: Tensor
     first: int
 
 
 class EngineHeads:
-    """The heads, with the rows of their lm_head that this rank multiplies; every rank ends with the same drafts.
+    """The heads, with what they multiply and look up; every rank ends with the same drafts, in one collective a round.
 
-    Shared without a draft vocabulary these are the target's own rows, not copied. A draft vocabulary's rows, and own
-    lm_heads, are spread evenly: frequent tokens have low ids, so the target's own split would leave ranks idle.
+    Heads that read the state alone draft all at once. Each rank multiplies a share of the rows of lm_head, and an
+    all_gather puts the ranks' best tokens together. Shared without a draft vocabulary these are the target's own rows,
+    not copied. A draft vocabulary's rows, and own lm_heads, are spread evenly: frequent tokens have low ids, so the
+    target's own split would leave ranks idle.
+
+    Heads that read tokens need the root's embedding before that, which one rank holds; those that read the path would
+    need a collective at every depth. So every rank holds all rows of the draft vocabulary, of lm_head and, for the
+    path, of the embeddings, and drafts alone; the one collective is the all_reduce that brings the root's embedding.
+    A draft vocabulary of 32,768 tokens of Kimi-K2.5 takes 0.47 GB in bf16 for each of the two on every rank. One rank
+    alone copies lm_head's rows of a draft vocabulary and nothing else.
     """
 
     def __init__(
         self,
         served: ServedHeads,
-        width: int,
-        shard: LmHeadShard,
+        tree: Tree,
+        lm_head: Shard,
+        embeddings: Shard | None,
         ranks: Ranks,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        """`width`: choices that the tree takes of a head."""
-        self.ranks, self.width = ranks, width
+        """`embeddings`: None for heads that read the state alone."""
+        self.ranks, self.dtype = ranks, dtype
         token_ids_M = served.vocabulary.token_ids_M
         M, W = len(token_ids_M), ranks.size
-        own = slice(ranks.rank * M // W, (ranks.rank + 1) * M // W)
         self.heads = served.heads
         lm_heads, self.heads.lm_heads = self.heads.lm_heads, None
         self.heads = self.heads.to(device, dtype).requires_grad_(False)
+        self.levels = [level.to(device) for level in tree.levels(by_path=self.heads.reads == "path")]
+        self.width = tree.width
+        # of every node but the root, for heads that draft at once: whose choice it is, and which
+        self.head_n = torch.tensor([len(path) - 1 for path in tree.paths], dtype=torch.long, device=device)
+        self.rank_n = torch.tensor([path[-1] for path in tree.paths], dtype=torch.long, device=device)
+
+        self.spread = W > 1 and self.heads.reads == "state"
+        own = slice(ranks.rank * M // W, (ranks.rank + 1) * M // W) if self.spread else slice(M)
+        token_ids_R = token_ids_M[own]
         if lm_heads is not None:
-            self.lm_head = lm_heads.weight.detach()[:, own].to(device, dtype)  # [K, R, D]
-            token_ids_R = token_ids_M[own]
-        elif M == served.vocabulary.vocab_size:
-            self.lm_head = shard.weight_RD
-            token_ids_R = shard.first + torch.arange(len(shard.weight_RD))
+            self.lm_head = lm_heads.weight.detach()[: tree.depth, own].to(device, dtype)  # [K, R, D]
+        elif M < served.vocabulary.vocab_size or (W > 1 and not self.spread):
+            rows_MD = self._rows(lm_head, token_ids_M)
+            self.lm_head = rows_MD[own].clone() if self.spread else rows_MD
         else:
-            self.lm_head = self._rows(shard, token_ids_M)[own].clone()
-            token_ids_R = token_ids_M[own]
+            self.lm_head = lm_head.weight_RD
+            token_ids_R = lm_head.first + torch.arange(len(lm_head.weight_RD))
         self.token_ids_R = token_ids_R.to(device)
 
-    def _rows(self, shard: LmHeadShard, token_ids_M: Tensor) -> Tensor:
+        self.embeddings = embeddings
+        self.embeddings_MD: Tensor | None = None  # of the draft vocabulary, where the target's own are not all here
+        if self.heads.reads == "path" and W > 1:
+            assert embeddings is not None
+            self.embeddings_MD = self._rows(embeddings, token_ids_M)
+
+    def _rows(self, shard: Shard, token_ids_M: Tensor) -> Tensor:
         """The target's rows [M, D] of the draft vocabulary, put together from all ranks."""
         rows_M = token_ids_M.to(shard.weight_RD.device) - shard.first
         mine_M = (rows_M >= 0) & (rows_M < len(shard.weight_RD))
@@ -129,23 +148,62 @@ class EngineHeads:
         return weight_MD
 
     @torch.no_grad()
-    def choices(self, hidden_ND: Tensor, root_N: Tensor) -> Tensor:
-        """The C best tokens of every head, best first, int64 [N, K, C].
+    def draft(self, hidden_ND: Tensor, root_N: Tensor) -> Tensor:
+        """Tokens of all nodes, int64 [N, n], the root first.
 
         hidden_ND: the state at the last accepted token; root_N: the token that the target chose after it.
         """
-        K = self.heads.num_heads
-        features_KND = self.heads(hidden_ND.to(self.lm_head.dtype), root_N.long()[:, None].expand(-1, K))
-        logits_NKR = (features_KND @ self.lm_head.mT).transpose(0, 1)
+        root_N, hidden_ND, root_ND = root_N.long(), hidden_ND.to(self.dtype), None
+        if not self.levels:
+            return root_N[:, None]
+        if self.heads.reads != "state":
+            hidden_ND, root_ND = self._state_and_root(hidden_ND, root_N)
+        if self.heads.reads != "path":
+            return torch.cat([root_N[:, None], self._at_once(hidden_ND, root_ND)], dim=1)
+        assert root_ND is not None
+        return torch.cat([root_N[:, None], *self._down_the_tree(hidden_ND, root_ND)], dim=1)
+
+    def _state_and_root(self, hidden_ND: Tensor, root_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The state and the root's embedding, [N, D] each: the same on all ranks, to the bit.
+
+        The ranks' own states may differ in the last bits, as the sums of their all_reduce may: where they draft alone,
+        a draft that is another on one rank would make it verify another tree. So all take rank 0's.
+        """
+        assert self.embeddings is not None
+        weight_RD = self.embeddings.weight_RD
+        row_N = root_N - self.embeddings.first
+        if self.ranks.size == 1:
+            return hidden_ND, self._embedded(weight_RD[row_N])
+        both_ND = hidden_ND.new_zeros(len(hidden_ND), 2 * hidden_ND.shape[1])
+        if self.ranks.rank == 0:
+            both_ND[:, : hidden_ND.shape[1]] = hidden_ND
+        if len(weight_RD):  # of a small vocabulary the last ranks hold nothing
+            mine_N = (row_N >= 0) & (row_N < len(weight_RD))
+            both_ND[:, hidden_ND.shape[1] :] = weight_RD[row_N.clamp(0, len(weight_RD) - 1)] * mine_N[:, None]
+        self.ranks.all_reduce(both_ND)
+        hidden_ND, root_ND = both_ND.chunk(2, dim=1)
+        return hidden_ND, self._embedded(root_ND)
+
+    def _embedded(self, rows: Tensor) -> Tensor:
+        """As heads read them: see `heads.embeddings.Embeddings`."""
+        return unit_rms(rows).to(self.dtype)
+
+    def _at_once(self, hidden_ND: Tensor, root_ND: Tensor | None) -> Tensor:
+        """Tokens of all nodes but the root, [N, n - 1]: one product with lm_head for all heads that the tree needs."""
+        state_NS, features = self.heads.start(hidden_ND), []
+        for k in range(1, len(self.levels) + 1):
+            feature_ND, state_NS = self.heads.step(k, state_NS, root_ND if self.heads.needs_token(k) else None)
+            features.append(feature_ND)
+        logits_NKR = (torch.stack(features) @ self.lm_head.mT).transpose(0, 1)
         values, rows = ordered_topk(logits_NKR, min(self.width, len(self.token_ids_R)))
         ids = self.token_ids_R[rows]
-        if self.ranks.size == 1:
-            return ids
-        values, ids = self._from_all_ranks(values.float(), ids)
-        by_id = ids.argsort(dim=-1)  # the lower id first among equal logits, as on one rank
-        values, ids = values.gather(-1, by_id), ids.gather(-1, by_id)
-        best = values.sort(dim=-1, descending=True, stable=True).indices[..., : self.width]
-        return ids.gather(-1, best)
+        if self.spread:
+            values, ids = self._from_all_ranks(values.float(), ids)
+            by_id = ids.argsort(dim=-1)  # the lower id first among equal logits, as on one rank
+            values, ids = values.gather(-1, by_id), ids.gather(-1, by_id)
+            best = values.sort(dim=-1, descending=True, stable=True).indices[..., : self.width]
+            ids = ids.gather(-1, best)
+        return ids[:, self.head_n, self.rank_n]
 
     def _from_all_ranks(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates [N, K, W * C] of all ranks in one collective."""
@@ -155,3 +213,27 @@ class EngineHeads:
         packed = torch.stack([values.view(torch.int32), ids.int()])
         values_W, ids_W = self.ranks.all_gather(packed.contiguous()).unbind(dim=1)
         return values_W.view(torch.float32).movedim(0, -2).flatten(-2), ids_W.movedim(0, -2).flatten(-2).long()
+
+    def _down_the_tree(self, hidden_ND: Tensor, root_ND: Tensor) -> list[Tensor]:
+        """Tokens [N, C] of the nodes at every depth, each head once for all drafters of all requests."""
+        N = len(hidden_ND)
+        state_NPS, embedded_NCD = self.heads.start(hidden_ND)[:, None], root_ND[:, None]
+        tokens = []
+        for k, level in enumerate(self.levels, start=1):
+            state_QS, token_QD = state_NPS[:, level.above_P].flatten(0, 1), embedded_NCD[:, level.nodes_P].flatten(0, 1)
+            feature_QD, state_QS = self.heads.step(k, state_QS, token_QD)
+            state_NPS = state_QS.unflatten(0, (N, -1))
+            lm_head_MD = self.lm_head if self.lm_head.ndim == 2 else self.lm_head[k - 1]
+            _, rows_QR = ordered_topk(feature_QD @ lm_head_MD.T, level.width)
+            rows_NC = rows_QR.unflatten(0, (N, -1))[:, level.drafter_C, level.rank_C]
+            tokens.append(self.token_ids_R[rows_NC])
+            if k < len(self.levels):
+                embedded_NCD = self._embedded(self._embedding_rows(rows_NC, tokens[-1]))
+        return tokens
+
+    def _embedding_rows(self, rows_NC: Tensor, tokens_NC: Tensor) -> Tensor:
+        """[N, C, D] of drafts, given by their place in the draft vocabulary and by their token."""
+        if self.embeddings_MD is not None:
+            return self.embeddings_MD[rows_NC]
+        assert self.embeddings is not None
+        return self.embeddings.weight_RD[tokens_NC]

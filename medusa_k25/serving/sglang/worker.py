@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_k25.heads import kind_of
 from medusa_k25.serving.formats import open_served
 from medusa_k25.serving.sglang.algorithm import heads_folder
 from medusa_k25.serving.sglang.compat import (
@@ -42,7 +43,7 @@ from medusa_k25.serving.sglang.compat import (
     prepare_mamba_track_for_verify,
     record_stream_for_v2_verify,
 )
-from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, LmHeadShard, Ranks
+from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, Ranks, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +72,29 @@ class MedusaWorker(BaseSpecWorker):
         spec = get_spec()
         folder = heads_folder(spec.speculative_draft_model_path, spec.speculative_draft_model_revision)
         opened = open_served(folder, self.model_runner.model_config.vocab_size)
-        shard = lm_head_shard(self.model_runner.model, opened.sizes.hidden_size, opened.vocab_size)
+        model, ranks, sizes = (
+            self.model_runner.model,
+            tensor_parallel_ranks(),
+            (opened.vocab_size, opened.heads.hidden_size),
+        )
+        lm_head = shard_of(lm_head_of(model), *sizes, ranks)
+        embeddings = None if opened.heads.reads == "state" else shard_of(embeddings_of(model), *sizes, ranks)
         self.num_nodes = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         # the server's settings say whether the whole tree is served or, on this attention backend, its chain part
         self.tree = opened.tree if opened.tree.num_nodes == self.num_nodes else opened.tree.chain_part
         assert self.tree.num_nodes == self.num_nodes
-        ranks = tensor_parallel_ranks()
         if ranks.rank == 0:
-            sizes, tree = opened.sizes, self.tree
             logger.info(
-                "MEDUSA: %d heads, a tree of %d nodes, %d deep, from %s",
-                sizes.num_heads,
-                tree.num_nodes,
-                tree.depth,
+                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, from %s",
+                opened.heads.num_heads,
+                kind_of(opened.heads),
+                self.tree.num_nodes,
+                self.tree.depth,
                 folder,
             )
-        self.heads = EngineHeads(opened.load(), self.tree.width, shard, ranks, self.model_runner.dtype, self.device)
+        self.heads = EngineHeads(
+            opened.load(), self.tree, lm_head, embeddings, ranks, self.model_runner.dtype, self.device
+        )
 
     @property
     def draft_worker(self) -> None:
@@ -198,7 +206,7 @@ class MedusaWorker(BaseSpecWorker):
         root_N: Tensor,
     ) -> GenerationBatchResult:
         """The round's result, with the next round's tree drafted from the last accepted state and its token."""
-        tokens_Nn = self.engine_tree.fill(root_N, self.heads.choices(hidden_ND, root_N))
+        tokens_Nn = self.heads.draft(hidden_ND, root_N)
         return GenerationBatchResult(
             logits_output=result.logits_output,
             next_token_ids=next_token_ids,
@@ -225,21 +233,45 @@ def tensor_parallel_ranks() -> Ranks:
     )
 
 
-def lm_head_shard(model: Any, hidden_size: int, vocab_size: int) -> LmHeadShard:
-    """This rank's rows of the target's lm_head, padding left out; ValueError unless heads of these sizes fit it."""
+def lm_head_of(model: Any) -> Any:
+    """The target's lm_head; ValueError where it has none that heads could share."""
     text_model = model if hasattr(model, "lm_head") else getattr(model, "language_model", model)
-    lm_head: Any = getattr(text_model, "lm_head", None)
+    lm_head = getattr(text_model, "lm_head", None)
     weight = getattr(lm_head, "weight", None)
     if weight is None or not weight.is_floating_point():
         raise ValueError(
             f"MEDUSA: {type(model).__name__} offers no lm_head in floating point, whose rows the heads could share; "
             "serve a checkpoint whose lm_head is not quantised"
         )
-    indices = lm_head.shard_indices
-    if weight.shape[1] != hidden_size or lm_head.org_vocab_size != vocab_size:
+    return lm_head
+
+
+def embeddings_of(model: Any) -> Any:
+    """The target's input embeddings; ValueError where heads could not read them."""
+    owners: tuple[Any, ...] = (model, getattr(model, "language_model", None))
+    for each in owners:
+        module: Any = each.get_input_embeddings() if hasattr(each, "get_input_embeddings") else None
+        if hasattr(module, "shard_indices") and module.weight.is_floating_point():
+            return module
+    raise ValueError(
+        f"MEDUSA: {type(model).__name__} offers no input embeddings in floating point, which these heads read; serve "
+        "residual heads, which read the hidden state alone"
+    )
+
+
+def shard_of(module: Any, vocab_size: int, hidden_size: int, ranks: Ranks) -> Shard:
+    """This rank's rows of the target's lm_head or embeddings, padding left out.
+
+    Of a matrix that every rank holds whole, an even share. ValueError unless heads of these sizes fit it.
+    """
+    weight, indices = module.weight.detach(), module.shard_indices
+    if weight.shape[1] != hidden_size or module.org_vocab_size != vocab_size:
         raise ValueError(
             f"MEDUSA: the heads are for an lm_head of {vocab_size} x {hidden_size}, the served target has "
-            f"{lm_head.org_vocab_size} x {weight.shape[1]}; serve their own target"
+            f"{module.org_vocab_size} x {weight.shape[1]}; serve their own target"
         )
     first, stop = indices.org_vocab_start_index, indices.org_vocab_end_index
-    return LmHeadShard(weight.detach()[: stop - first], first)
+    if module.tp_size == 1:  # as SGLANG_ENABLE_EMBED_REPLICATION leaves the embeddings
+        first, stop = (rank * vocab_size // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+        return Shard(weight[first:stop], first)
+    return Shard(weight[: stop - first], first)

@@ -25,8 +25,9 @@ from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.serving.formats import export_heads, open_served
 from medusa_k25.serving.sglang import compat, plugin
 from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, settle, tree_to_serve
+from medusa_k25.serving.sglang.drafting import Ranks
 from medusa_k25.serving.sglang.graphs import capture_states_for_medusa
-from medusa_k25.serving.sglang.worker import MedusaVerifyInput, lm_head_shard
+from medusa_k25.serving.sglang.worker import MedusaVerifyInput, embeddings_of, lm_head_of, shard_of
 from medusa_k25.target import Target
 from medusa_k25.tree import Tree
 from tests.engines.sglang.accepting import TREE, serve_from
@@ -224,7 +225,27 @@ def test_a_quantised_lm_head_is_refused() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.uint8), requires_grad=False)
     model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
     with pytest.raises(ValueError, match="no lm_head in floating point"):
-        lm_head_shard(model, 2, 4)
+        lm_head_of(model)
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight, shard_indices=None))
+    with pytest.raises(ValueError, match="no input embeddings in floating point"):
+        embeddings_of(SimpleNamespace(language_model=model))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_ranks_hold_every_row_once(copies: bool) -> None:
+    """Also where the engine gives each of them the whole matrix."""
+    weight = torch.arange(10.0)[:, None].expand(10, 2)
+    shards = []
+    for rank in range(3):
+        first, stop = (0, 10) if copies else (4 * rank, min(4 * rank + 4, 10))
+        indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=stop)
+        padded = torch.nn.functional.pad(weight[first:stop], (0, 0, 0, 2))
+        module = SimpleNamespace(weight=padded, shard_indices=indices, org_vocab_size=10, tp_size=1 if copies else 3)
+        shards.append(shard_of(module, 10, 2, Ranks(rank, 3, torch.clone, lambda tensor: None)))
+    assert torch.equal(torch.cat([shard.weight_RD for shard in shards]), weight)
+    assert [shard.first for shard in shards] == ([0, 3, 6] if copies else [0, 4, 8])
+    with pytest.raises(ValueError, match="an lm_head of 11 x 2, the served target has 10 x 2"):
+        shard_of(module, 11, 2, Ranks(0, 3, torch.clone, lambda tensor: None))
 
 
 def test_nothing_of_training_is_imported() -> None:
