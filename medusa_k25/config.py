@@ -49,6 +49,7 @@ VERBS = {
     "inspect": "a cache -> what is in it, and whether every shard is as it was written",
     "train": "a cache -> checkpoints and metrics",
     "evaluate": "a checkpoint + a cache -> acceptance report and the best trees",
+    "study": "trained runs of several designs and seeds -> a table of what each accepts, with intervals, and pictures",
     "export": "a checkpoint + a tree -> the folder to serve from",
     "decode": "an export + held-out prompts -> proof that output and counts are those of greedy text and replay",
     "probe": "running servers -> measured cycles, as a hardware file",
