@@ -49,10 +49,30 @@ VERBS = {
     "inspect": "a cache -> what is in it, and whether every shard is as it was written",
     "train": "a cache -> checkpoints and metrics",
     "evaluate": "a checkpoint + a cache -> acceptance report and the best trees",
+    "study": "trained runs of several designs and seeds -> a table of what each accepts, with intervals, and pictures",
     "export": "a checkpoint + a tree -> the folder to serve from",
     "decode": "an export + held-out prompts -> proof that output and counts are those of greedy text and replay",
     "probe": "running servers -> measured cycles, as a hardware file",
 }
+
+# What makes a run that run, besides its target and cache: their folders may move, and it may be prolonged, go on with
+# other ranks, and log or load otherwise
+IDENTITY = {
+    *("seed", "draft_vocab_size", "num_nodes", "max_width", "warm_start"),
+    *("data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy"),
+}
+FREE = {
+    "data.batch_size",
+    "data.num_workers",
+    "data.stage_dir",
+    "data.stage_gb",
+    "trainer.max_steps",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.accumulate_grad_batches",
+    "trainer.log_every_n_steps",
+}
+PROLONGS = "trainer.max_steps"  # free, for a run may be prolonged; but a setting of a study
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: told to stop, everything is saved, run the same command again
@@ -162,6 +182,31 @@ def verb(*groups: str, folder: Path | None = None) -> Callable[[Callable[[DictCo
         return main
 
     return decorate
+
+
+# The verbs that work on one run of a study; the others have to do with all of it.
+OF_ONE_RUN = {"train", "evaluate", "export", "decode"}
+
+
+def run_of_study(root: DictConfig) -> str:
+    """The folder of this run among those of a study: its heads, what else the command line has set, and the seed.
+
+    recurrent-1, recurrent-share=0.25-1. Empty for a verb that reads or writes what all runs share. What is set inside
+    the study's own files is the same for all its runs and so in no name; nor is what makes no other run (see FREE).
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().job.name not in OF_ONE_RUN:
+        return ""
+    hydra_config = HydraConfig.get()
+    parts = [str(hydra_config.runtime.choices["heads"])]
+    for override in hydra_config.overrides.task:
+        key, _, value = override.lstrip("+~").partition("=")
+        identity = key.partition(".")[0] in IDENTITY and (key not in FREE or key == PROLONGS)
+        if identity and key not in ("heads", "seed"):
+            parts.append(re.sub(r"[^\w.=]+", "_", f"{key.rpartition('.')[2]}={value}"))
+    return "-".join([*parts, str(root.seed)])
+
+
+OmegaConf.register_new_resolver("run_of_study", lambda *, _root_: run_of_study(_root_), replace=True)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
 from medusa_k25.checkpoint import complete_checkpoints
+from medusa_k25.config import FREE, IDENTITY
 from medusa_k25.costs.training import CPU_SHARE_OF_PEAK, GB, GPU_SHARE_OF_PEAK, TrainingCost
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.heads import Heads
@@ -155,25 +156,6 @@ def note_on_steps(cfg: DictConfig, record: dict[str, Any], cost: TrainingCost) -
         f"note: a step takes {now} windows from here on, not {before}; to keep it, choose "
         f"data.batch_size x trainer.accumulate_grad_batches = {before / cost.world_size:g}"
     )
-
-
-# What makes a run that run, besides its target and cache: their folders may move, and it may be prolonged, go on with
-# other ranks, and log or load otherwise
-IDENTITY = {
-    *("seed", "draft_vocab_size", "num_nodes", "max_width", "warm_start"),
-    *("data", "heads", "loss", "optimizer", "schedule", "trainer", "strategy"),
-}
-FREE = {
-    "data.batch_size",
-    "data.num_workers",
-    "data.stage_dir",
-    "data.stage_gb",
-    "trainer.max_steps",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.accumulate_grad_batches",
-    "trainer.log_every_n_steps",
-}
 
 
 def claim(run_dir: Path, cfg: DictConfig, target: Target, cache: Cache) -> None:

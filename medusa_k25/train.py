@@ -79,6 +79,7 @@ def main(cfg: DictConfig) -> None:
 
 def train(cfg: DictConfig) -> None:
     missing = not (Path(cfg.cache) / "manifest.json").is_file()
+    owner = owner_of_inputs(cfg)
     if missing and not cfg.make_missing_inputs:
         raise ValueError(
             f"no cache at {cfg.cache}. `python -m medusa_k25.generate` writes the target's own answers to "
@@ -87,7 +88,7 @@ def train(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     run_dir = Path(cfg.run_dir)
     # a capture that ended has its section in report.json; a killed one leaves part of a cache
-    killed = Path(cfg.cache).is_relative_to(run_dir) and "capture" not in read_report(run_dir)
+    killed = owner is not None and "capture" not in read_report(owner)
     if cfg.dry_run and missing:
         raise ValueError(f"dry_run=true, but there is no cache at {cfg.cache} to measure; make it, or name another")
     if missing or (not cfg.dry_run and cfg.make_missing_inputs and killed and Path(cfg.conversations).exists()):
@@ -175,12 +176,23 @@ def started_by_rank_zero(trainer: L.Trainer) -> bool:
     return ours and not trainer.is_global_zero
 
 
+def owner_of_inputs(cfg: DictConfig) -> Path | None:
+    """The folder that conversations and cache lie in, of this run or of a whole study; None where they come from
+    elsewhere."""
+    folder = Path(cfg.cache).parent
+    ours = folder in (Path(cfg.run_dir), *Path(cfg.run_dir).parents)
+    return folder if ours and cfg.conversations and Path(cfg.conversations).parent == folder else None
+
+
 def make_inputs(cfg: DictConfig, target: Target) -> None:
     if rank_zero_only.rank:  # type: ignore[attr-defined]
         raise ValueError("the inputs are missing: run medusa_k25.generate and medusa_k25.capture before several ranks")
     from medusa_k25.capture import capture
     from medusa_k25.generate import generate
 
+    if (owner := owner_of_inputs(cfg)) is not None:
+        cfg = cfg.copy()
+        cfg.run_dir = str(owner)  # which gets the reports on them
     print(f"no whole cache at {cfg.cache}: making it first, from the target's own answers (generate, then capture)")
     generate(cfg, target)
     capture(cfg, target)

@@ -401,7 +401,7 @@ def test_verbs_are_listed_without_importing_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     verbs = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
-    assert verbs == "plan generate capture inspect train evaluate export decode probe".split()
+    assert verbs == "plan generate capture inspect train evaluate study export decode probe".split()
     assert "--help" in result.stdout
     assert all((ROOT / "medusa_k25" / f"{verb}.py").is_file() for verb in verbs)
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from medusa_k25 import conversations
 from medusa_k25.conversations import GenerateReport, Generator, ends_in_loop, prompt_key, read_conversations
 from medusa_k25.data.splits import split_of
-from medusa_k25.prompts import Prompt, load_prompts
+from medusa_k25.prompts import KINDS, Prompt, kind_of, load_prompts
 from medusa_k25.target import Target
 
 TEXTS = ["Hi", "What is a fox?", "Name three rivers.", "Why?", "Tell me about the sea, in one short sentence, please."]
@@ -53,6 +53,18 @@ def test_the_shipped_prompts_load() -> None:
     prompts = load_prompts("package")
     assert len(prompts) == 502
     assert all(prompt.group and prompt.messages[-1]["role"] == "user" for prompt in prompts)
+
+
+def test_the_prompts_of_the_study_are_the_shipped_ones_and_a_crossing() -> None:
+    prompts = load_prompts("study")
+    assert prompts[:502] == load_prompts("package")
+    crossed = {prompt.id: prompt for prompt in prompts[502:]}
+    assert len(crossed) == 2692
+    assert crossed["sql-00-01"].messages[0]["content"] == "What goes wrong in practice with joining two tables in SQL?"
+    topics = {prompt.group for prompt in prompts}
+    assert {topic for some in KINDS.values() for topic in some} <= topics
+    heldout = {kind_of(topic) for topic in topics if split_of(topic, "") == "heldout"}
+    assert heldout == {"code", "maths", "other"}
 
 
 def write_lines(path: Path, *rows: object) -> str:

@@ -25,7 +25,7 @@ LAYERS = {
         *("heads.residual", "heads.residual_root", "heads.hydra", "heads.recurrent"),
     ],
     "maths": [
-        *("loss", "metrics", "tree", "replay", "acceptance", "breakdown", "fp8_cost"),
+        *("loss", "metrics", "tree", "replay", "acceptance", "designs", "breakdown", "fp8_cost"),
         *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus"),
         *("costs", "costs.hardware", "costs.served", "costs.cycle", "costs.drafters", "costs.verdict"),
         *("costs.training", "costs.planning", "costs.learning_curve", "costs.calibration"),
@@ -42,11 +42,11 @@ LAYERS = {
     "training": [
         *("module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking"),
         "reports",
-        *(f"reports.{name}" for name in ("page", "pictures", "report", "evaluation", "plan", "cache")),
+        *(f"reports.{name}" for name in ("page", "pictures", "report", "evaluation", "study", "plan", "cache")),
     ],
     "entry points": [
         *("config", "plan", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode"),
-        *("probe", "__main__"),
+        *("study", "probe", "__main__"),
     ],
 }
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS.values()) for module in modules}

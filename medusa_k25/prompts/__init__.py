@@ -1,14 +1,29 @@
-"""Prompts from wherever they are: the questions beside this file, a .jsonl or .parquet file, or a `datasets` name."""
+"""Prompts from wherever they are: the questions beside this file, a .jsonl or .parquet file, or a `datasets` name.
+
+questions.jsonl holds 502 questions on 26 topics. crossed.json has subjects and questions for 31 more topics; every
+question is asked about every subject of its topic.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "package"
+PACKAGE, STUDY = "package", "study"
+KINDS = {  # of shipped topics; all others are "other"
+    "code": {
+        *("algorithms", "functions-in-python", "git-commands", "javascript-web", "python-basics", "python-snippets"),
+        *("regex", "shell-commands", "sql", "web-development"),
+    },
+    "maths": {
+        *("algebra", "arithmetic", "fractions", "geometry", "interest-and-percentages", "linear-equations"),
+        *("number-theory", "statistics", "word-problems"),
+    },
+}
+OTHER_KIND = "other"
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 
 
@@ -23,8 +38,14 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None  # that the answer may call
 
 
+def kind_of(topic: str | None) -> str:
+    """What a topic's answers are: code, maths or other text."""
+    return next((kind for kind, topics in KINDS.items() if topic in topics), OTHER_KIND)
+
+
 def load_prompts(source: str, download: bool = False) -> list[Prompt]:
-    """The prompts of `source`: "package" (the 502 shipped ones), a .jsonl or .parquet file, or a `datasets` name.
+    """The prompts of `source`: "package" (the 502 shipped ones), "study" (3,194: these and the crossed ones), a .jsonl
+    or .parquet file, or a `datasets` name.
 
     A row is {"prompt": text} or {"messages": [...]}, with an optional "id" (default: a hash of the messages), "topic"
     or "group", "label" and "tools". Messages after the last one of the user or of a tool are left out: the target
@@ -51,9 +72,12 @@ def load_prompts(source: str, download: bool = False) -> list[Prompt]:
 
 def _rows(source: str, download: bool) -> Iterator[tuple[str, Any]]:
     """(where it stands, row) for every row."""
-    if source == PACKAGE:
-        with resources.as_file(resources.files("medusa_k25") / "prompts" / "questions.jsonl") as path:
+    if source in (PACKAGE, STUDY):
+        folder = resources.files("medusa_k25") / "prompts"
+        with resources.as_file(folder / "questions.jsonl") as path:
             yield from json_lines(path)
+        if source == STUDY:
+            yield from _crossed(json.loads((folder / "crossed.json").read_text()))
     elif source.endswith(".jsonl"):
         yield from json_lines(_existing(source))
     elif source.endswith(".parquet"):
@@ -69,6 +93,15 @@ def _rows(source: str, download: bool) -> Iterator[tuple[str, Any]]:
     else:
         for number, row in enumerate(_hub_dataset(source, download), start=1):
             yield f"{source}, row {number}", row
+
+
+def _crossed(topics: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[tuple[str, Any]]:
+    """Every question of a topic about every subject of it, in the order of the file."""
+    for topic, parts in topics.items():
+        for i, subject in enumerate(parts["subjects"]):
+            for j, question in enumerate(parts["questions"]):
+                name = f"{topic}-{i:02}-{j:02}"
+                yield f"prompt {name}", {"id": name, "topic": topic, "prompt": question.format(subject)}
 
 
 def _existing(source: str) -> Path:
@@ -102,8 +135,8 @@ def _hub_dataset(name: str, download: bool) -> Iterable[Any]:
         if not download:
             fix = f"fetch it once, with python -c \"import datasets; datasets.load_dataset('{name}')\""
         raise ValueError(
-            f"prompts {name!r}: neither 'package', a .jsonl or .parquet file, nor a dataset that could be loaded "
-            f"({type(error).__name__}: {error}); {fix}"
+            f"prompts {name!r}: neither 'package', 'study', a .jsonl or .parquet file, nor a dataset that could be "
+            f"loaded ({type(error).__name__}: {error}); {fix}"
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = offline

@@ -73,13 +73,13 @@ def draw_acceptance(rows: Sequence[Mapping[str, Any]], break_even: Mapping[int, 
         highest = max(highest, *high)
     axes.plot(*zip(*break_even.items(), strict=True), "--", color="#b03a3a", linewidth=1.2, label="pays from")
     axes.set_ylim(0.95, 1.1 * highest)
-    _nodes_axis(axes, [row["num_nodes"] for row in rows])
+    nodes_axis(axes, [row["num_nodes"] for row in rows])
     axes.set_ylabel("acceptance length")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
-def _nodes_axis(axes: "Axes", nodes: Sequence[int]) -> None:
+def nodes_axis(axes: "Axes", nodes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     sizes = [size for size in sorted({*nodes}) if size in LABELLED or len({*nodes}) < 8]
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -153,7 +153,7 @@ def draw_overfitting(trees: Sequence[Mapping[str, Any]]) -> "Figure":
         for text, style in (("heldout", "-"), ("calibration", ":")):
             label = f"{name}, {'held-out' if text == 'heldout' else text}"
             axes.plot(nodes, [tree[text] for tree in some], style, color=colour, label=label, linewidth=1.2)
-    _nodes_axis(axes, [2, 4, 8, 16, 32, 64])
+    nodes_axis(axes, [2, 4, 8, 16, 32, 64])
     axes.set_ylabel("acceptance length")
     axes.legend(frameon=False, fontsize=8)
     return figure
@@ -235,7 +235,7 @@ def draw_speed(curves: Mapping[str, Sequence[tuple[int, float, float, float]]], 
         axes.plot(nodes, speed, "o-", color=colour, label=predictor, markersize=3, linewidth=1.2)
         axes.fill_between(nodes, low, high, color=colour, alpha=0.1, linewidth=0)
     axes.axhline(baseline, linestyle="--", color="#b03a3a", linewidth=1.2, label="without speculation")
-    _nodes_axis(axes, [nodes for points in curves.values() for nodes, *_ in points])
+    nodes_axis(axes, [nodes for points in curves.values() for nodes, *_ in points])
     axes.set_ylim(bottom=0)
     axes.set_ylabel("tokens/s of one request")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
