@@ -126,8 +126,8 @@ def main() -> None:
 
 
 def kimi_k25() -> None:
-    """Drafting on the users' machine, by bytes: every rank reads all blocks, and its share of lm_head."""
-    from medusa_k25.costs.cycle import CycleModel, heads_draft_ms
+    """Drafting on the users' machine, by arithmetic: four heads of every type over the whole vocabulary."""
+    from medusa_k25.costs.cycle import CycleModel
     from medusa_k25.costs.hardware import hardware
     from medusa_k25.costs.served import KIMI_K25
     from medusa_k25.heads import ResidualHeads
@@ -136,14 +136,10 @@ def kimi_k25() -> None:
     machine = hardware(**{name: value for name, value in figures.items() if not name.startswith("_")})
     with torch.device("meta"):
         heads = ResidualHeads(KIMI_K25.hidden_size, 4)
-    verify, drafting_ms = (
-        CycleModel(machine, KIMI_K25).cycle(4),
-        heads_draft_ms(machine, KIMI_K25, heads, KIMI_K25.vocab_size),
-    )
-    print(
-        f"Kimi-K2.5 on {machine.name}: 4 heads draft in {drafting_ms:.2f} ms, {drafting_ms / verify.ms:.1%} of a "
-        f"verify pass of {verify.nodes} nodes, {verify.ms:.0f} ms ({verify.basis})"
-    )
+    passes = CycleModel(machine, KIMI_K25)
+    for kind in passes.types(heads, KIMI_K25.vocab_size):
+        for size in kind.sizes:
+            print(f"Kimi-K2.5 on {machine.name}, {kind.name} heads: {size.drafting.text(size.pass_ms)}")
 
 
 class as_plugin:

@@ -7,7 +7,7 @@ The second form needs no states and no weights: it answers for the predictors th
 So does the first one where the run has no checkpoint yet, and with checkpoint=null.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,13 @@ from medusa_k25.chat import ChatMarks, think_ids_of
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import ConfigError, verb
 from medusa_k25.conversations import default_device
-from medusa_k25.costs.cycle import CycleModel, Length, heads_draft_ms
+from medusa_k25.costs.cycle import CycleModel, Length
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.costs.served import KIMI_K25_NAME
-from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, published_candidates
+from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, no_drafting, published_candidates
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
+from medusa_k25.heads import Heads
 from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.report import acceptance_table, update_report
 from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load_tokenizer
@@ -51,7 +52,7 @@ class Evidence:
     """Text that the target has generated, and where there are heads the ranks of their labels in what is replayed.
 
     train: for predictors that draft from it. target: whose text it is, None where nobody says. passes: what a pass
-    costs. draft_ms: of the heads, by predictor.
+    costs. draft_ms: of the heads for so many nodes, by predictor. heads: with the size of their draft vocabulary.
     """
 
     train: Sequence[Text]
@@ -59,8 +60,9 @@ class Evidence:
     ranks: Mapping[Text, Tensor] | None
     target: str | None
     passes: CycleModel
-    draft_ms: Mapping[str, float]
+    draft_ms: Mapping[str, Callable[[int], float]]
     made_from: Mapping[str, Any]
+    heads: tuple[Heads, int] | None = None
 
 
 @verb("target", "evaluate", "hardware")
@@ -88,7 +90,10 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
     place = (evaluator.batch, context, temperature)
     own = fastest_candidates(evaluator.judged(evaluation.rows), evidence.passes, evidence.draft_ms, *place)
     candidates = [*own, *published_candidates(evidence.passes)]
-    verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled)
+    types = (
+        () if evidence.heads is None else evidence.passes.types(*evidence.heads, evaluator.batch, context, temperature)
+    )
+    verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled, types)
 
     ours = [row.candidate for row in verdict.rows if row.candidate in own]
     chosen = next((candidate for candidate in ours if candidate.served), ours[0])
@@ -119,7 +124,7 @@ def speeds(rows: Sequence[Row], evidence: Evidence, place: tuple[int, int, float
     """predictor -> [[nodes, tokens/s, low, high, what the cycle is based on], ..]"""
     found: dict[str, Any] = {}
     for row in rows:
-        drafting = evidence.draft_ms.get(row.predictor, 0.0)
+        drafting = evidence.draft_ms.get(row.predictor, no_drafting)(row.num_nodes)
         speed = evidence.passes.speed(row.num_nodes, Length.around(row.every.length, row.interval), *place, drafting)
         point = [row.num_nodes, speed.tok_s, speed.low_tok_s, speed.high_tok_s, speed.cycle.basis]
         found.setdefault(row.predictor, []).append(point)
@@ -180,7 +185,11 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
     speculator = checkpoint.speculator(target, default_device())
     reported: dict[Split, Sequence[Text]] = {"calibration": replayed.calibration, "heldout": replayed.heldout}
     ranks = ranks_of(speculator, cache, reported)
-    draft_ms = heads_draft_ms(hardware, passes.served, speculator.heads, len(speculator.vocabulary))
+    heads = (speculator.heads, len(speculator.vocabulary))
+
+    def draft_ms(nodes: int) -> float:
+        return passes.drafting(*heads, nodes).ms
+
     return Evidence(
         texts["train"],
         replayed,
@@ -189,6 +198,7 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
         passes,
         dict.fromkeys((CHAIN, TREE, BOTH), draft_ms),
         made_from | {"checkpoint": str(checkpoint.path)},
+        heads,
     )
 
 

@@ -27,7 +27,17 @@ from medusa_k25.config import ConfigError, conf_dir, verb
 from medusa_k25.costs.calibration import timed_positions_per_s
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.costs.learning_curve import Measured, fit_curve
-from medusa_k25.costs.planning import Dataset, Split, Way, estimate, heads_break_even, planned_run, recommendation, ways
+from medusa_k25.costs.planning import (
+    Dataset,
+    Split,
+    Way,
+    compared_types,
+    estimate,
+    heads_break_even,
+    planned_run,
+    recommendation,
+    ways,
+)
 from medusa_k25.costs.served import KIMI_K25, Served
 from medusa_k25.costs.training import TrainingCost, peak_flops
 from medusa_k25.costs.verdict import SHOWN_SIZES
@@ -97,6 +107,7 @@ def main(cfg: DictConfig) -> None:
             name: tuple(dict.fromkeys(what for _, assumed in found for what in assumed))
             for name, found in serving.items()
         },
+        types=compared_types(own, served, data, run, dtype) if hardware.is_of(target) else (),
         pilot=pilot_of([Path(folder) for folder in cfg.pilot], hardware, served, own_cost) if cfg.pilot else None,
         settings=settings(cfg),
     )

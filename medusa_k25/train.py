@@ -28,12 +28,12 @@ from medusa_k25.cache import Cache
 from medusa_k25.callbacks import Checkpoints, Progress, Stopped
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, verb
-from medusa_k25.costs.cycle import CycleModel
+from medusa_k25.costs.cycle import COMPARED_NODES, CycleModel
 from medusa_k25.costs.training import TrainingCost, peak_flops
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import documents_of, in_share, token_counts
-from medusa_k25.heads import DraftVocabulary, Embeddings
+from medusa_k25.heads import DraftVocabulary, Embeddings, Heads
 from medusa_k25.loss import matmul_dtype
 from medusa_k25.module import MedusaModule
 from medusa_k25.preflight import (
@@ -285,7 +285,11 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         "calibration": vocabulary.coverage(token_counts(cache, data.documents["calibration"])),
     }
     summary = "\n".join(
-        [summarise(cfg, target, heads, data, cost, peak, coverage), serving_line(passes, cycle_ms, target)]
+        [
+            summarise(cfg, target, heads, data, cost, peak, coverage),
+            serving_line(passes, cycle_ms, target),
+            drafting_line(passes, heads, len(vocabulary), cfg.num_nodes or COMPARED_NODES[0]),
+        ]
     )
     return Training(module, data, trainer, cost, record, summary)
 
@@ -305,6 +309,12 @@ def serving_line(passes: CycleModel, cycle_ms: Mapping[int, float], target: Targ
         f"serving     passes on {machine.name}{whose}: {baseline:.1f} tokens/s without speculation; {shown} "
         "(acceptance length from which on it pays)"
     )
+
+
+def drafting_line(passes: CycleModel, heads: Heads, draft_vocab_size: int, nodes: int) -> str:
+    """What the heads cost before a pass, for the run's summary."""
+    pass_ms = passes.cycle(nodes, context=passes.usual_context).ms
+    return f"drafting    {passes.drafting(heads, draft_vocab_size, nodes).text(pass_ms)}"
 
 
 if __name__ == "__main__":

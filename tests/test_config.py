@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from medusa_k25.config import ConfigError, compose, conf_dir
+from medusa_k25.heads import ResidualHeads
 
 ROOT = Path(__file__).parents[1]
 
@@ -434,3 +435,7 @@ def test_every_experiment_composes_and_follows_the_rules(path: Path) -> None:
     assert "target" not in body
     assert not {"devices", "num_nodes", "accelerator"} & set(body.get("trainer", {}))
     assert "tiny_k25" in compose([f"+exp={path.stem}", "target=tiny_k25"]).target._target_
+    # nor the head type: heads are sized in files of their group
+    plain = compose([f"+exp={path.stem}", "heads=residual", "draft_vocab_size=null"])
+    heads = instantiate(plain.heads)(hidden_size=8, draft_vocab_size=16)
+    assert (type(heads), plain.draft_vocab_size) == (ResidualHeads, None)

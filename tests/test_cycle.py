@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from medusa_k25.config import conf_dir
-from medusa_k25.costs.cycle import SIZES, CycleModel, Length, heads_draft_ms, model_draft_ms, tokens_per_s
+from medusa_k25.costs.cycle import SIZES, CycleModel, Length, model_draft_ms, tokens_per_s
 from medusa_k25.costs.hardware import Hardware, Point
 from medusa_k25.costs.served import KIMI_K25, Served
+from medusa_k25.heads import HEADS as TYPES
 from medusa_k25.heads import ResidualHeads
 from tests.test_served import SMOLLM2
 
@@ -96,13 +97,79 @@ def test_every_rank_reads_its_share_of_heads_that_can_be_cut() -> None:
 
 
 def test_drafting() -> None:
-    """411 MB of blocks a rank in 0.38 ms, its lm_head in 0.27, a gather of about 0.2."""
+    """411 MB of blocks a rank in 0.38 ms, its lm_head in 0.27, a gather of 0.05; three of four heads in a pass of 4."""
     V = KIMI_K25.vocab_size
-    one = heads_draft_ms(RTX.hardware, KIMI_K25, HEADS, V)
-    assert one == pytest.approx(0.38 + 0.27 + 0.2, abs=0.02)
-    assert heads_draft_ms(RTX.hardware, KIMI_K25, HEADS, 16384) == pytest.approx(one - 0.9 * 0.273, abs=0.01)
+    one = RTX.drafting(HEADS, V, 5).ms
+    assert one == pytest.approx(0.38 + 0.27 + 0.05, abs=0.01)
+    assert RTX.drafting(HEADS, 16384, 5).ms == pytest.approx(one - 0.9 * 0.273, abs=0.01)
+    assert RTX.drafting(HEADS, V, 64).ms == one
+    assert RTX.drafting(HEADS, V, 4).ms == pytest.approx(one - 0.38 / 4, abs=0.01)
     three = model_draft_ms(RTX.hardware, KIMI_K25, 8e9, steps=3)
     assert three == pytest.approx(3 * (1000 * 1e9 / (1.792e12 * 0.6) + 3 * 0.051))
+
+
+D, M, GPUS = KIMI_K25.hidden_size, 16384, 8
+LM_HEAD = D * M
+
+
+def kinds(own: bool = False, **options: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        return {
+            name: kind(D, 4, own_lm_head=own, draft_vocab_size=M, **(options if name == "recurrent" else {}))
+            for name, kind in TYPES.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "multiplied", "held"),  # parameters, before a pass of 9 nodes
+    [
+        ("residual", 4 * D * (D + 1) + LM_HEAD / GPUS, 4 * D * (D + 1) + 4 * LM_HEAD / GPUS, LM_HEAD / GPUS),
+        ("residual_root", 4 * D * (2 * D + 1) + LM_HEAD, 4 * D * (2 * D + 1) + 4 * LM_HEAD, 2 * LM_HEAD),
+        # eight nodes at most have children
+        ("hydra", D * (14 * D + 4) + 4 * LM_HEAD, D * (34 * D + 8) + 8 * LM_HEAD, 2 * LM_HEAD),
+        ("recurrent", 4 * (3584 * (3 * D + 1) + LM_HEAD), 8 * (3584 * (3 * D + 1) + LM_HEAD), 2 * LM_HEAD),
+    ],
+)
+def test_what_a_rank_does_to_draft(kind: str, read: float, multiplied: float, held: float) -> None:
+    found = RTX.drafting(kinds(inner_size=3584)[kind], M, 9)
+    assert (found.heads, found.collectives) == (4, 1)
+    assert (found.read_bytes, found.flops, found.held_bytes) == pytest.approx((2 * read, 2 * multiplied, 2 * held))
+    assert found.ms == pytest.approx(1000 * 2 * read / (1.792e12 * 0.6) + 0.051)
+    assert found.parameters == sum(weight.numel() for weight in kinds(inner_size=3584)[kind].parameters())
+    assert RTX.drafting(kinds(inner_size=3584)[kind], M, 3).heads == 2
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_drafting_with_own_lm_heads_and_on_one_gpu(kind: str) -> None:
+    shared, own = (RTX.drafting(kinds(own=own)[kind], M, 5) for own in (False, True))
+    assert own.parameters - shared.parameters == 4 * LM_HEAD
+    shares, times = {"residual": (GPUS, 1), "residual_root": (1, 1)}.get(kind, (1, 4))
+    assert own.read_bytes - shared.read_bytes == pytest.approx(2 * (4 - times) * LM_HEAD / shares)
+    assert own.flops == shared.flops
+    assert own.held_bytes == (0 if kind == "residual" else 2 * LM_HEAD)  # embeddings
+    one = CycleModel(replace(RTX.hardware, gpus=1), replace(KIMI_K25, vocab_size=M))
+    alone = one.drafting(kinds()[kind], M, 5)
+    assert (alone.collectives, alone.held_bytes) == (0, 0)  # the target's own rows serve
+    assert alone.ms == pytest.approx(1000 * alone.read_bytes / (1.792e12 * 0.6))
+
+
+def test_where_products_take_longer_than_reading() -> None:
+    slow = replace(RTX.hardware, bf16_tflops=replace(RTX.hardware.bf16_tflops, value=0.1), gpus=0)
+    found = CycleModel(slow, KIMI_K25).drafting(HEADS, M, 5)
+    assert found.ms == pytest.approx(1000 * found.flops / (0.1e12 * 0.45))
+
+
+def test_types_are_compared_with_drafting_on_top() -> None:
+    types = {each.name: each for each in RTX.types(kinds(inner_size=3584)["recurrent"], M)}
+    assert list(types) == list(TYPES) and [name for name, each in types.items() if each.chosen] == ["recurrent"]
+    for each in types.values():
+        assert [size.drafting.nodes for size in each.sizes] == [4, 8]
+        for size in each.sizes:
+            assert size.pass_ms == RTX.cycle(size.drafting.nodes).ms
+            assert size.break_even == pytest.approx((size.pass_ms + size.drafting.ms) * 0.082)
+    assert types["recurrent"].sizes[0].drafting == RTX.drafting(kinds(inner_size=3584)["recurrent"], M, 4)
+    assert "12.2" not in types["residual"].sizes[0].drafting.text(30.0)
+    assert types["residual"].sizes[0].break_even < types["recurrent"].sizes[0].break_even
 
 
 def test_faster_all_reduces_are_another_way() -> None:

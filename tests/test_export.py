@@ -194,7 +194,7 @@ def test_blank_heads_of_the_k25_experiment(tiny_k25, tmp_path):
     config = compose(
         [
             *("+exp=k25_4heads", "target=tiny_k25", f"target.home={tiny_k25.path.parent}", "heads=blank"),
-            *(f"export_dir={tmp_path}", "num_nodes=8", "format=vllm"),
+            *(f"export_dir={tmp_path}", "num_nodes=8", "format=vllm", "draft_vocab_size=null"),
         ]
     )
     inspect.unwrap(export.main)(config)

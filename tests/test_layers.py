@@ -27,7 +27,15 @@ LAYERS = {
     "maths": [
         *("loss", "metrics", "tree", "replay", "acceptance", "designs", "breakdown", "fp8_cost"),
         *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus"),
-        *("costs", "costs.hardware", "costs.served", "costs.cycle", "costs.drafters", "costs.verdict"),
+        *(
+            "costs",
+            "costs.hardware",
+            "costs.served",
+            "costs.drafting",
+            "costs.cycle",
+            "costs.drafters",
+            "costs.verdict",
+        ),
         *("costs.training", "costs.planning", "costs.learning_curve", "costs.calibration"),
     ],
     "serving": [

@@ -18,17 +18,17 @@ from medusa_k25.costs.planning import Dataset, Split, cache_bytes
 from medusa_k25.costs.training import TrainingCost
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.windows import documents_of, runs_of
-from medusa_k25.heads import ResidualHeads
+from medusa_k25.heads import HEADS, Embeddings, Heads, ResidualHeads
 from medusa_k25.loss import MedusaLoss
 from tests.tiny import cache_of
 
 D, M, K, N = 576, 8192, 4, 512
 
 
-def planned_bytes(num_blocks: int) -> int:
+def planned_bytes(heads: Heads, positions: int) -> int:
     return TrainingCost(
-        ResidualHeads(D, K, num_blocks),
-        N=N,
+        heads,
+        N=positions,
         M=M,
         V=M,
         teacher=False,
@@ -40,20 +40,28 @@ def planned_bytes(num_blocks: int) -> int:
     ).memory_bytes
 
 
-@pytest.mark.parametrize(("num_blocks", "most"), [(1, 1.2), (3, 1.3)])
-def test_a_step_takes_the_memory_that_is_planned(num_blocks, most):
-    """Planned is what a run may be refused for: never too little, and for the embedded default within 20%."""
-    heads, lm_head_MD, loss = ResidualHeads(D, K, num_blocks), torch.randn(M, D), MedusaLoss()
-    with LiveBytes([lm_head_MD, *tensors_of(heads)]) as live:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in HEADS), ("residual", {"num_blocks": 3}), ("recurrent", {"inner_size": 8 * D})],
+)
+@pytest.mark.parametrize("positions", [N, 3 * N])
+def test_a_step_takes_the_memory_that_is_planned(kind, options, positions):
+    """Planned is what a run may be refused for: never too little, and within 20% for the embedded default."""
+    heads, lm_head_MD, loss = HEADS[kind](D, K, **options), torch.randn(M, D), MedusaLoss()
+    embed = None if heads.reads == "state" else Embeddings(torch.randn(M, D))
+    with LiveBytes([lm_head_MD, *tensors_of(heads), *([] if embed is None else tensors_of(embed))]) as live:
         optimizer = torch.optim.AdamW(heads.parameters())
-        hidden_ND, path_NK = torch.randn(N, D), torch.zeros(N, K, dtype=torch.long)
-        labels_KN = torch.randint(0, M, (K, N))
+        hidden_ND, path_NK = torch.randn(positions, D), torch.randint(0, M, (positions, K))
+        labels_KN = torch.randint(0, M, (K, positions))
         for _ in range(2):
-            total, _ = loss(heads(hidden_ND, path_NK), lm_head_MD, labels_KN, torch.full((K,), N))
+            features_KND = heads(hidden_ND, path_NK, embed)
+            total, _ = loss(features_KND, lm_head_MD, labels_KN, torch.full((K,), positions))
             total.backward()
             optimizer.step()
             optimizer.zero_grad()
-    planned = planned_bytes(num_blocks)
+            del features_KND, total
+    planned = planned_bytes(heads, positions)
+    most = 1.2 if (kind, options, positions) == ("residual", {}, N) else 1.3
     assert live.peak <= planned <= most * live.peak, planned / live.peak
 
 

@@ -274,7 +274,7 @@ def test_own_lm_heads_are_trained_and_whole_under_zero3(experiments, tiny_k25):
 def test_the_command_is_killed_goes_on_evaluates_and_exports(cache, tiny_k25, tmp_path, capsys):
     """As a user types it: two ranks under ZeRO-2, started by the first one, which is killed between checkpoints."""
     shared = ["+exp=k25_4heads", "target=tiny_k25", f"target.home={tiny_k25.path.parent}", f"cache={cache.path}"]
-    shared += [f"run_dir={tmp_path / 'run'}", "logger=csv", "num_nodes=5"]
+    shared += [f"run_dir={tmp_path / 'run'}", "logger=csv", "num_nodes=5", "heads=residual", "draft_vocab_size=null"]
     few = ["trainer.devices=2", "trainer.max_steps=60", "trainer.val_check_interval=10", "data.window=16"]
     few += ["data.num_workers=1"]  # not eight new processes at every validation
 

@@ -281,7 +281,7 @@ def row(nodes: int, calibration: float, heldout: float) -> Row:
 
 def test_each_predictor_has_the_size_that_is_fastest_on_calibration_text() -> None:
     rows = [row(4, 2.0, 1.9), row(8, 3.1, 4.0)]  # passes of 25 and 40 ms
-    (found,) = fastest_candidates(rows, MEASURED, {"heads, tree": 1.0})
+    (found,) = fastest_candidates(rows, MEASURED, {"heads, tree": lambda nodes: nodes / 4})
     assert (found.nodes, found.draft_ms) == (4, 1.0)
     assert (found.length.low, found.length.mean, found.length.high) == pytest.approx((1.8, 1.9, 2.0))
     (found,) = fastest_candidates([row(4, 2.0, 1.9), row(8, 3.3, 1.5)], MEASURED, {})

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
+from medusa_k25.costs.drafting import ITEM_BYTES, Drafting, drafting, every_type
 from medusa_k25.costs.hardware import DEFAULT_CONTEXT, Hardware, Point
 from medusa_k25.costs.served import KIMI_K25, KIMI_K25_NAME, Served
 from medusa_k25.heads import Heads
@@ -26,7 +27,7 @@ from medusa_k25.heads import Heads
 CORRELATION = 0.672
 SIZES = (*range(2, 10), 12, 16, 24, 32, 48, 64)  # nodes of a pass, among which the fastest are looked for
 FAR = 4  # times more or fewer nodes, requests or tokens of context than a measured pass had
-ITEM_BYTES = 2  # of a state in an all-reduce, bf16
+COMPARED_NODES = (4, 8)  # of passes for which the types of heads are compared
 
 MEASURED, ASSUMED, INTERPOLATED, EXTRAPOLATED, FROM_PARTS = (
     *("measured", "assumed", "interpolated", "extrapolated"),
@@ -135,6 +136,27 @@ class Lever:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """A pass with heads that draft for it. break_even: with the drafting on top of the pass, whatever is inside."""
+
+    drafting: Drafting
+    pass_ms: float
+    break_even: float
+
+
+@dataclass(frozen=True)
+class HeadType:
+    """A type of heads on this machine, by the name that checkpoints carry. sizes: in the order of COMPARED_NODES.
+
+    chosen: whether it is that of the heads in question.
+    """
+
+    name: str
+    chosen: bool
+    sizes: tuple[Drafted, ...]
+
+
+@dataclass(frozen=True)
 class CycleModel:
     hardware: Hardware
     served: Served
@@ -156,19 +178,37 @@ class CycleModel:
     def usual_context(self) -> int:
         return self.hardware.usual_context
 
-    def passes_ms(self, num_nodes: int | None, draft_ms: float = 0.0) -> dict[int, float]:
-        """What a pass takes, one greedy request, by nodes: `num_nodes`, or all SIZES."""
-        if num_nodes is not None and not (isinstance(num_nodes, int) and num_nodes >= 2):
-            raise ValueError(
-                f"num_nodes={num_nodes}: expected a whole number, 2 or more, the root is one of them; null: the fastest"
-            )
-        sizes = SIZES if num_nodes is None else (num_nodes,)
-        return {n: self.cycle(n, context=self.usual_context, draft_ms=draft_ms).ms for n in sizes}
+    def passes_ms(self, num_nodes: int | None) -> dict[int, float]:
+        """What a pass takes, one greedy request, by nodes: `num_nodes`, or all SIZES; drafting apart."""
+        return {nodes: self.cycle(nodes, context=self.usual_context).ms for nodes in _sizes(num_nodes)}
 
     def heads_ms(self, heads: Heads, draft_vocab_size: int, num_nodes: int | None = None) -> dict[int, float]:
         """`passes_ms` with heads that draft; they may lie on the meta device."""
-        draft_ms = heads_draft_ms(self.hardware, self.served, heads, draft_vocab_size)
-        return self.passes_ms(num_nodes, draft_ms)
+        return {
+            nodes: self.cycle(
+                nodes, context=self.usual_context, draft_ms=self.drafting(heads, draft_vocab_size, nodes).ms
+            ).ms
+            for nodes in _sizes(num_nodes)
+        }
+
+    def drafting(self, heads: Heads, draft_vocab_size: int, nodes: int) -> Drafting:
+        """Of `nodes`, see costs.drafting."""
+        return drafting(self.hardware, self.served, heads, draft_vocab_size, nodes)
+
+    def types(
+        self, heads: Heads, draft_vocab_size: int, batch: int = 1, context: int | None = None, temperature: float = 0.0
+    ) -> tuple["HeadType", ...]:
+        """All types of heads at the sizes of `heads`, for passes of COMPARED_NODES."""
+        place = (batch, self.usual_context if context is None else context, temperature)
+        baseline = self.baseline_tok_s(*place)
+        found = []
+        for name, other in every_type(heads).items():
+            sizes = []
+            for nodes in COMPARED_NODES:
+                pass_ms, drafted = self.cycle(nodes, *place).ms, self.drafting(other, draft_vocab_size, nodes)
+                sizes.append(Drafted(drafted, pass_ms, (pass_ms + drafted.ms) * baseline / 1000))
+            found.append(HeadType(name, type(other) is type(heads), tuple(sizes)))
+        return tuple(found)
 
     def cycle(
         self,
@@ -406,23 +446,6 @@ def tokens_per_s(length: float, cycle_ms: float) -> float:
     return 1000 * length / cycle_ms
 
 
-def heads_draft_ms(hardware: Hardware, served: Served, heads: Heads, draft_vocab_size: int) -> float:
-    """One drafting: a rank reads all that the heads' features are multiplied with, and rows of lm_head in bf16.
-
-    Heads that draft at once read their share of the lm_head, then the ranks gather their best tokens, which is taken to
-    take what an all-reduce of as many states as there are heads does. Heads that draft in turn read all rows of the
-    draft vocabulary every time, and the ranks only put the root's embedding together.
-    """
-    D, gpus = served.hidden_size, max(hardware.gpus, 1)
-    rows = 2 * D * draft_vocab_size
-    in_turn = heads.reads == "path"
-    read = 2 * sum(heads.products) + (heads.num_heads * rows if in_turn else rows / gpus)
-    per_ms = hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value / 1000
-    states = 1 if in_turn else heads.num_heads
-    gather_ms = hardware.allreduce_us(states * D * ITEM_BYTES) / 1000 if gpus > 1 else 0.0
-    return read / per_ms + gather_ms
-
-
 def model_draft_ms(hardware: Hardware, served: Served, read_bytes: float, steps: int, layers: int = 1) -> float:
     """Drafting with a small model that the ranks share: `steps` passes, each of which reads `read_bytes` over all ranks
     and makes an all-reduce behind attention and MLP of each of its `layers`, and one gather."""
@@ -430,6 +453,14 @@ def model_draft_ms(hardware: Hardware, served: Served, read_bytes: float, steps:
     per_ms = hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value * gpus / 1000
     message_us = hardware.allreduce_us(served.hidden_size * ITEM_BYTES) if gpus > 1 else 0.0
     return steps * (read_bytes / per_ms + (2 * layers + 1) * message_us / 1000)
+
+
+def _sizes(num_nodes: int | None) -> tuple[int, ...]:
+    if num_nodes is not None and not (isinstance(num_nodes, int) and num_nodes >= 2):
+        raise ValueError(
+            f"num_nodes={num_nodes}: expected a whole number, 2 or more, the root is one of them; null: the fastest"
+        )
+    return SIZES if num_nodes is None else (num_nodes,)
 
 
 def _require_pass(nodes: int, batch: int, context: int, temperature: float) -> None:

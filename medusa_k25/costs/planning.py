@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from medusa_k25.costs.cycle import BreakEven, CycleModel, heads_draft_ms
+from medusa_k25.costs.cycle import BreakEven, CycleModel, HeadType
+from medusa_k25.costs.drafting import every_type
 from medusa_k25.costs.hardware import Figure, Hardware
 from medusa_k25.costs.served import Served
 from medusa_k25.costs.training import TrainingCost
@@ -174,9 +175,8 @@ def heads_break_even(
     hardware: Hardware, served: Served, cost: TrainingCost, nodes: int
 ) -> tuple[BreakEven, tuple[str, ...]]:
     """Of one greedy request that the heads of `cost` draft for, `nodes` tokens a pass; and what was assumed for it."""
-    draft_ms = heads_draft_ms(hardware, served, cost.heads, cost.M)
     model = CycleModel(hardware, served)
-    context = model.usual_context
+    context, draft_ms = model.usual_context, model.drafting(cost.heads, cost.M, nodes).ms
     cycle = model.cycle(nodes, context=context, draft_ms=draft_ms)
     return model.break_even(nodes, context=context, draft_ms=draft_ms), cycle.assumed
 
@@ -303,6 +303,30 @@ def estimate(
         ),
     )
     return Estimate(hardware, machines, cost, speed, read_gb_s, stages)
+
+
+@dataclass(frozen=True)
+class TypePlan:
+    """A type of heads at the sizes of the experiment: what it serves for and what it takes to train.
+
+    hours: of training on the machine that the plan is for.
+    """
+
+    served: HeadType
+    flops_per_position: float
+    hours: float
+
+
+def compared_types(own: Estimate, served: Served, data: Dataset, run: Run, dtype: str) -> tuple[TypePlan, ...]:
+    """All types of heads on the machine of `own`, from the hardware's peak."""
+    cost = own.cost
+    found = []
+    others = every_type(cost.heads)
+    for kind in CycleModel(own.hardware, served).types(cost.heads, cost.M):
+        other = replace(cost, heads=others[kind.name])
+        hours = estimate(own.hardware, other, data, run, dtype, machines=own.machines).hours("train")
+        found.append(TypePlan(kind, other.flops_per_position, hours))
+    return tuple(found)
 
 
 def _weakest(*figures: Figure) -> str:

@@ -1,6 +1,6 @@
 """Does it pay? Acceptance lengths and what a pass costs, made into tokens a second, and one sentence."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from medusa_k25.costs.cycle import (
     UNTUNED_US,
     BreakEven,
     CycleModel,
+    HeadType,
     Length,
     Lever,
     Speed,
@@ -28,6 +29,10 @@ NOTHING = "none"
 MAKERS = (
     "their acceptance lengths are of other text, the brackets are the range over tasks and no interval of confidence, "
     "and most makers count the token of prefill, too"
+)
+TYPES_SAID = (
+    "as large as these; here drafting comes on top of a pass, though one that was measured with drafts has some of it "
+    "inside"
 )
 SHOWN_SIZES = (2, 4, 8, 16)  # whose break-even is given, besides those that are asked for
 
@@ -90,6 +95,7 @@ class Verdict:
     sentence: str
     break_even: tuple[BreakEven, ...]  # by nodes; without drafting, except where passes were measured with it
     levers: tuple[tuple[int, Lever], ...]  # by nodes
+    types: tuple[HeadType, ...]  # of heads as large as those that were replayed; none without heads
     assumptions: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -100,7 +106,8 @@ class Verdict:
         where = f"{self.target} on {self.hardware}, batch {self.batch}, context {self.context:,}"
         wide = max(len("predictor"), *(len(row.candidate.predictor) for row in self.rows))
         lines = [
-            f"{where}, temperature {self.temperature:g}; tokens/s are those of one request",
+            f"{where}, temperature {self.temperature:g}; tokens/s are those of one request"
+            + "".join(f"; heads are {each.name} ones" for each in self.types if each.chosen),
             f"{'predictor':<{wide}}  nodes  {'acceptance length':<30}  {'cycle':<21}  {'tokens/s':<24}  against none",
             f"{NOTHING:<{wide}}  {1:5}  {1:5.3f}{'':25}  {1000 / self.baseline_tok_s:5.1f} ms{'':13}  "
             f"{self.baseline_tok_s:7.1f}{'':17}  {1:5.2f}x",
@@ -132,6 +139,13 @@ class Verdict:
             f"{lever.baseline_tok_s:.0f} tokens/s without speculation{_in_brackets(reach(lever.break_even, nodes))}"
             for nodes, lever in self.levers
         ]
+        if self.types:
+            lines += ["", f"types of heads: {TYPES_SAID}"]
+        for each in self.types:
+            lines += [f"  {each.name}{' (these heads)' if each.chosen else ''}"]
+            lines += [
+                f"    pays from {size.break_even:.2f} on; {size.drafting.text(size.pass_ms)}" for size in each.sizes
+            ]
         if published := [row.candidate for row in self.rows if row.candidate.published]:
             lines += ["", f"drafters that others published: {MAKERS}"]
         for candidate in published:
@@ -142,25 +156,30 @@ class Verdict:
         return "\n".join(lines)
 
 
+def no_drafting(nodes: int) -> float:
+    return 0.0
+
+
 def fastest_candidates(
     rows: Sequence[Row],
     model: CycleModel,
-    draft_ms: Mapping[str, float],
+    draft_ms: Mapping[str, Callable[[int], float]],
     batch: int = 1,
     context: int = DEFAULT_CONTEXT,
     temperature: float = 0.0,
 ) -> list[Candidate]:
     """Each predictor with as many nodes as are fastest on calibration text, and what it accepts on held-out text.
 
-    draft_ms: by predictor; 0 where it has none.
+    draft_ms: of a tree of so many nodes, by predictor; a lookup has none and drafts in no time.
     """
     candidates = []
     for predictor in dict.fromkeys(row.predictor for row in rows):
-        drafting = draft_ms.get(predictor, 0.0)
+        drafting = draft_ms.get(predictor, no_drafting)
         best = max(
             (row for row in rows if row.predictor == predictor),
             key=lambda row: (
-                row.calibration.length / model.cycle(row.num_nodes, batch, context, temperature, drafting).ms
+                row.calibration.length
+                / model.cycle(row.num_nodes, batch, context, temperature, drafting(row.num_nodes)).ms
             ),
         )
         candidates.append(
@@ -168,7 +187,7 @@ def fastest_candidates(
                 predictor,
                 best.num_nodes,
                 Length.around(best.every.length, best.interval),
-                drafting,
+                drafting(best.num_nodes),
                 served=predictor != BOTH,
             )
         )
@@ -202,10 +221,11 @@ def judge(
     context: int = DEFAULT_CONTEXT,
     temperature: float = 0.0,
     text_temperatures: Collection[float | None] = (None,),
+    types: Sequence[HeadType] = (),
 ) -> Verdict:
     """`target`: whose text was replayed, by its name on the hub; None: unknown, and taken for the hardware's. Of any
     other target no row that was replayed has an outcome. `text_temperatures`: at which that text was sampled, None:
-    unknown.
+    unknown. types: of heads, which the verdict compares.
 
     ValueError where there is no candidate, or one verifies fewer than 2 nodes.
     """
@@ -255,6 +275,7 @@ def judge(
         sentence=sentence,
         break_even=tuple(model.break_even(n, batch, context, temperature) for n in sizes),
         levers=tuple(levers),
+        types=tuple(types),
         assumptions=tuple(_assumptions(model, rows, target, batch, context, temperature, text_temperatures)),
     )
 

@@ -81,7 +81,7 @@ class Heads(nn.Module, ABC):
     @property
     @abstractmethod
     def saved_numbers(self) -> int:
-        """How many numbers a position keeps for the backward pass, the features included."""
+        """How many numbers a position keeps for the backward pass, the features and their gradients included."""
 
     def needs_token(self, k: int) -> bool:
         """Whether head k reads the token before its guess."""

@@ -53,4 +53,4 @@ class HydraHeads(Heads):
 
     @property
     def saved_numbers(self) -> int:
-        return sum(k + 7 for k in range(1, self.num_heads + 1)) * self.hidden_size
+        return (sum(k + 5 for k in range(1, self.num_heads + 1)) + 1) * self.hidden_size

@@ -58,5 +58,5 @@ class RecurrentHeads(Heads):
         return inner * D * (3 * self.num_heads - 2)
 
     @property
-    def saved_numbers(self) -> int:
-        return self.num_heads * (7 * self.hidden_size + 3 * self.inner_size)
+    def saved_numbers(self) -> int:  # and the gradients of the last step's inner numbers
+        return self.num_heads * (5 * self.hidden_size + 2 * self.inner_size) + self.hidden_size + 2 * self.inner_size

@@ -61,4 +61,4 @@ class ResidualHeads(Heads):
 
     @property
     def saved_numbers(self) -> int:
-        return (self.num_heads * (3 * self.num_blocks + 2) + 2) * self.hidden_size
+        return (self.num_heads * (2 * self.num_blocks + 2) + 1) * self.hidden_size

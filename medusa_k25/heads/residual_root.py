@@ -48,4 +48,4 @@ class ResidualRootHeads(Heads):
 
     @property
     def saved_numbers(self) -> int:
-        return (self.num_heads * 6 + 4) * self.hidden_size
+        return (self.num_heads * 4 + 3) * self.hidden_size

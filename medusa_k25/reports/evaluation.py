@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_k25.costs.cycle import reach
+from medusa_k25.costs.verdict import TYPES_SAID
 from medusa_k25.reports.page import html_page, picture, table, tile
 from medusa_k25.reports.pictures import (
     accepted_by_head,
@@ -67,6 +68,7 @@ def write_page(run_dir: Path, section: str = "evaluate") -> Path:
             "would take at this acceptance length.</p>",
             f'<div class="pictures">{"".join(speed_pictures(evaluation, gallery))}</div>',
             *break_even_section(verdict),
+            *types_section(verdict),
             *notes_section(verdict),
             *accuracy_section(evaluation, gallery),
             *breakdown_section(evaluation["breakdown"], gallery),
@@ -87,6 +89,7 @@ def place_of(verdict: Mapping[str, Any]) -> str:
     return (
         f"{verdict['target']} on {verdict['hardware']}, batch {verdict['batch']}, {verdict['context']:,} tokens of "
         f"context, temperature {verdict['temperature']:g}. Tokens/s are those of one request."
+        + "".join(f" Heads are {each['name']} ones." for each in verdict["types"] if each["chosen"])
     )
 
 
@@ -157,6 +160,39 @@ def break_even_section(verdict: Mapping[str, Any]) -> list[str]:
         name = verdict["levers"][0][1]["name"]
         head += [f"cycle with {name}", "pays from"]
     return ["<h2>From which acceptance length on</h2>", table(head, rows)]
+
+
+def types_section(verdict: Mapping[str, Any]) -> list[str]:
+    """What drafting takes and what it needs, by type of heads; nothing where there are no heads."""
+    if not verdict["types"]:
+        return []
+    rows = []
+    for kind in verdict["types"]:
+        for size in kind["sizes"]:
+            drafted = size["drafting"]
+            rows.append(
+                [
+                    f"{kind['name']}{' (these heads)' if kind['chosen'] else ''}",
+                    str(drafted["nodes"]),
+                    f"{drafted['parameters'] / 1e6:.1f} M",
+                    f"{drafted['read_bytes'] / 1e6:,.0f} MB",
+                    f"{drafted['flops'] / 1e9:.2f} GFLOP",
+                    str(drafted["collectives"]),
+                    f"{drafted['ms']:.2f} ms, {drafted['ms'] / size['pass_ms']:.1%} of {size['pass_ms']:.1f} ms",
+                    f"{size['break_even']:.2f}",
+                ]
+            )
+    head = (
+        "type",
+        "nodes",
+        "parameters",
+        "a rank reads",
+        "computes",
+        "collectives",
+        "drafting, of a pass",
+        "pays from",
+    )
+    return ["<h2>Types of heads</h2>", f'<p class="note">{html.escape(TYPES_SAID)}.</p>', table(head, rows)]
 
 
 def speed_pictures(evaluation: Mapping[str, Any], gallery: Gallery) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from medusa_k25.costs.cycle import BreakEven
+from medusa_k25.costs.cycle import COMPARED_NODES, BreakEven
 from medusa_k25.costs.hardware import Figure, Hardware
 from medusa_k25.costs.learning_curve import Curve
 from medusa_k25.costs.planning import (
@@ -17,6 +17,7 @@ from medusa_k25.costs.planning import (
     Dataset,
     Estimate,
     Run,
+    TypePlan,
     Way,
     cache_bytes,
     duration,
@@ -26,7 +27,6 @@ from medusa_k25.costs.served import Served
 STORED = (("all", "bfloat16"), ("answers", "bfloat16"), ("all", "float8_e4m3fn"), ("answers", "float8_e4m3fn"))
 SMALLER_VOCABULARY = 32_768
 MANY_EPOCHS = 10
-COMPARED_NODES = 4  # what a machine is judged by where the plan names no size
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Plan:
     advice: str | None
     serving: Mapping[str, Mapping[int, BreakEven]]  # by machine and nodes; none where its figures are another target's
     cycle_assumptions: Mapping[str, tuple[str, ...]]
+    types: tuple[TypePlan, ...]  # of heads; none where the machine's figures are another target's
     pilot: Pilot | None
     settings: dict[str, Any]
 
@@ -76,7 +77,7 @@ class Plan:
         """What to rent, and where to serve."""
         if self.advice is None:
             return None
-        nodes = self.num_nodes or COMPARED_NODES
+        nodes = self.num_nodes or COMPARED_NODES[0]
         served = [f"on {name} from {found[nodes].length:.2f} on" for name, found in self.serving.items()]
         if len(served) < 2:
             return self.advice
@@ -99,6 +100,7 @@ class Plan:
             "flops_per_position": self.own.cost.flops_per_position,
             "machines": [_estimate_json(estimated) for estimated in self.estimates],
             "serving": {name: [asdict(one) for one in found.values()] for name, found in self.serving.items()},
+            "types": [asdict(kind) for kind in self.types],
             "ways": [{**asdict(way), "hours": way.hours} for way in self.ways],
             "recommendation": self.recommendation,
             "notes": list(notes(self)),
@@ -241,6 +243,25 @@ def sections(plan: Plan) -> Iterator[Section]:
                 for nodes, one in found.items()
             ],
             "The same heads serve on either machine, with the tree that pays there: `evaluate hardware=` chooses it.",
+        )
+    if plan.types:
+        few, many = COMPARED_NODES
+        yield Section(
+            f"Types of heads on {own.hardware.name}",
+            (
+                *("", "M parameters", f"a rank reads, MB, {few} nodes", "GFLOP", "collectives", "drafting ms"),
+                *("of the pass", f"pays from, {few} nodes", f"{many} nodes", "GFLOP a position", "training"),
+            ),
+            [_type_row(kind) for kind in plan.types],
+            "All as large as this plan's heads, over its draft vocabulary; sizes that those lack are the type's own "
+            "defaults. Drafting comes on top of the pass here, though one that was measured with drafts has some of it "
+            "inside. What a type accepts is for `evaluate` to say."
+            + "".join(
+                f" {kind.served.name} heads: {size.drafting.text(size.pass_ms)}."
+                for kind in plan.types
+                if kind.served.chosen
+                for size in kind.served.sizes
+            ),
         )
     if plan.pilot is not None:
         curve, positions = plan.pilot.curve, plan.data.train.states
@@ -431,6 +452,24 @@ def _deployment(plan: Plan) -> list[str]:
             "to compare with."
         ]
     return [f"`runs/{plan.name}/export` is the folder to serve from; its README.md has the command."]
+
+
+def _type_row(kind: TypePlan) -> tuple[str, ...]:
+    usual, larger = kind.served.sizes
+    drafted = usual.drafting
+    return (
+        f"{kind.served.name}{' (this plan)' if kind.served.chosen else ''}",
+        f"{drafted.parameters / 1e6:.1f}",
+        f"{drafted.read_bytes / 1e6:,.0f}",
+        f"{drafted.flops / 1e9:.2f}",
+        f"{drafted.collectives}",
+        f"{drafted.ms:.2f}",
+        f"{drafted.ms / usual.pass_ms:.1%}",
+        f"{usual.break_even:.2f}",
+        f"{larger.break_even:.2f}",
+        f"{kind.flops_per_position / 1e9:.2f}",
+        duration(kind.hours),
+    )
 
 
 def _how(estimated: Estimate) -> str:
