@@ -63,7 +63,7 @@ def test_designs_of_the_same_runs_do_not_differ(lengths, spread, shift):
     runs = [run_of(each, spread) for each in lengths]
     shifted = [run_of([length + shift for length in each], spread) for each in lengths]
     for cell, moved in zip(cells(runs, runs), cells(shifted, runs), strict=True):
-        assert cell.difference == 0 and cell.difference_interval == (0, 0)
+        assert [cell.difference, cell.difference_interval] == [0, (0, 0)]
         assert moved.difference == pytest.approx(shift, abs=1e-5)
         assert moved.difference_interval == pytest.approx((shift, shift), abs=1e-5)
         assert moved.interval == pytest.approx([value + shift for value in cell.interval], abs=1e-5)
