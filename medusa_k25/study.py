@@ -200,7 +200,7 @@ def replay_run(
     ranks = kept_ranks(checkpoint, target, cache, replayed)
     measured: dict[Key, Measured] = {}
     flops: dict[tuple[str, int], int] = {}
-    # no training text: the predictors that need no heads were measured once for all runs
+    # without training text there is no corpus to build again: what needs no heads was measured once for all runs
     for predictor in evaluator.predictors([], replayed, ranks):
         if predictor.name in (CHAIN, TREE, BOTH):
             sizes = [n for n in evaluator.sizes(predictor) if predictor.name != BOTH or n in BESIDE_SIZES]
