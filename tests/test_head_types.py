@@ -274,8 +274,6 @@ def test_heads_of_a_new_type_need_no_new_format(tmp_path: Path, monkeypatch: pyt
     class NewHeads(ResidualRootHeads):
         """With a tensor of three dimensions and arguments that no other type has."""
 
-        reads = "path"
-
         def __init__(
             self,
             hidden_size: int,

@@ -31,8 +31,7 @@ def accepting_heads(
 ) -> Heads:
     """`steps` 150: nearly all drafts are right where the draft vocabulary has them; 25: some are."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": lm_head_VD.shape[1], "num_heads": K, "draft_vocab_size": len(vocabulary)}
-    heads = HEADS[kind](**sizes, **arguments).float()
+    heads = HEADS[kind](lm_head_VD.shape[1], K, draft_vocab_size=len(vocabulary), **arguments).float()
     embed = Embeddings(model.model.get_input_embeddings().weight)
     lm_head_MD = vocabulary.rows(lm_head_VD).float()
     heads.init_lm_heads(lm_head_MD)
