@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import answers_of
-from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
+from medusa_k25.heads import HEADS, DraftVocabulary, Embeddings, ResidualHeads, Speculator
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.serving import decode
 from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode, verify
@@ -35,10 +37,11 @@ def vocabulary_of(target, draft_size=None):
     return DraftVocabulary.most_frequent(torch.arange(target.vocab_size, 0, -1), draft_size)
 
 
-def fitted_heads(target, cache, draft_size=None, **options):
+def fitted_heads(target, cache, draft_size=None, kind="residual", **options):
     torch.manual_seed(0)
     vocabulary = vocabulary_of(target, draft_size)
-    heads = ResidualHeads(target.hidden_size, num_heads=K, draft_vocab_size=len(vocabulary), **options)
+    heads = HEADS[kind](target.hidden_size, num_heads=K, draft_vocab_size=len(vocabulary), **options)
+    embed = Embeddings(target.embeddings)
     lm_head_MD = vocabulary.rows(target.lm_head).float()
     heads.init_lm_heads(lm_head_MD)
     answers = [a for d in cache.documents for a in answers_of(cache, d, K)]
@@ -47,7 +50,7 @@ def fitted_heads(target, cache, draft_size=None, **options):
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-2)
     for _ in range(25):
         lm_head = heads.with_lm_head(lm_head_MD, lambda lm_head: lm_head)
-        logits_KNM = heads(hidden_ND, future_NK[:, :-1]) @ lm_head.mT
+        logits_KNM = heads(hidden_ND, future_NK[:, :-1], embed) @ lm_head.mT
         optimizer.zero_grad()
         cross_entropy(logits_KNM.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORE).backward()
         optimizer.step()
@@ -87,6 +90,34 @@ def test_heads_of_every_option_decode_as_they_replay(served, draft_size, options
             heads.lm_heads.weight.copy_(heads.lm_heads.weight.roll(1, dims=0))
         ranks = answer_ranks(drafter.speculator, cache, cache.documents)
         assert replay(ranks, TREE) != proof.decoded
+
+
+@st.composite
+def trees(draw):
+    paths = {()}
+    for _ in range(draw(st.integers(1, 14))):
+        parent = draw(st.sampled_from(sorted(path for path in paths if len(path) < K)))
+        paths.add((*parent, draw(st.integers(0, 3))))
+    return Tree(paths)
+
+
+@pytest.mark.parametrize("served", ["tiny_llama"], indirect=True)
+@pytest.mark.parametrize(("kind", "own"), [*((kind, False) for kind in HEADS), ("recurrent", True)])
+def test_heads_of_every_type_decode_as_they_replay_in_any_tree(served, kind, own):
+    target, model, cache, end_ids, _ = served
+    heads = fitted_heads(target, cache, 300, kind, own_lm_head=own)
+
+    @settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    @example(TREE)
+    @given(trees())
+    def decoded_as_replayed(tree):
+        drafter = drafter_of(target, heads, tree, 300)
+        proof = prove(model, end_ids, drafter, cache, cache.documents[:5], NEW_TOKENS)
+        assert proof.holds
+        assert proof.decoded == proof.replayed
+        assert proof.decoded.length > 1.3 or tree != TREE
+
+    decoded_as_replayed()
 
 
 def test_proof_fails_when_decoding_differs(served):

@@ -27,7 +27,7 @@ from medusa_k25.data.sampler import Share
 from medusa_k25.data.splits import SPLITS, Split
 from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, in_share, token_counts
-from medusa_k25.heads import DraftVocabulary, Speculator
+from medusa_k25.heads import HEADS, DraftVocabulary, Speculator
 from medusa_k25.loss import Teacher
 from medusa_k25.module import warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
@@ -197,6 +197,24 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(config, whole, tmp_path
     assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000005"
     training.train(config(*options))
     assert_same_run(whole("data.window=8"), tmp_path / "run")  # which needed no worker
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HEADS if kind != "residual"])
+def test_a_killed_run_of_every_type_goes_on_and_starts_another_one(config_of, tmp_path, monkeypatch, kind, capsys):
+    options = (f"heads={kind}", "trainer.max_steps=5", "trainer.val_check_interval=2", "data.window=8")
+    training.train(config_of(tmp_path / "whole", *options))
+    with monkeypatch.context() as patch:
+        with_callback(patch, StopAt(4, kill))
+        with pytest.raises(Killed):
+            training.train(config_of(tmp_path / "run", *options))
+    training.train(config_of(tmp_path / "run", *options))
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    first = find_checkpoint(tmp_path / "run/checkpoints", "last")
+    frozen = (f"warm_start={first}", "trainer.max_steps=1", "optimizer.lr=0.0", "optimizer.weight_decay=0")
+    training.train(config_of(tmp_path / "warm", f"heads={kind}", *frozen))
+    assert f"{kind} heads copied" in capsys.readouterr().out
+    before, warm = weights(tmp_path / "run"), weights(tmp_path / "warm")
+    assert all(torch.equal(before[name], warm[name]) for name in before)
 
 
 @pytest.mark.parametrize(("how", "status"), [(press_ctrl_c, KeyboardInterrupt), (terminate, SystemExit)])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from medusa_k25.heads import DraftVocabulary, ResidualHeads
+from medusa_k25.heads import HEADS, DraftVocabulary, ResidualHeads
 from medusa_k25.serving.formats import FORMATS, MAX_NODES, export_heads, load_served, open_served
 from medusa_k25.serving.untrusted import MAX_JSON_BYTES
 from medusa_k25.tree import Tree
@@ -26,8 +26,8 @@ VOCABULARY = DraftVocabulary(torch.tensor([1, 4, 7, 9]), V)
 Change = Callable[[Path], None]
 
 
-def write(folder: Path, format: str = "sglang", own: bool = False) -> Path:
-    heads = ResidualHeads(D, 3, 1, own_lm_head=own, draft_vocab_size=4)
+def write(folder: Path, format: str = "sglang", own: bool = False, kind: str = "residual") -> Path:
+    heads = HEADS[kind](D, 3, own_lm_head=own, draft_vocab_size=4)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -198,6 +198,72 @@ def test_a_hostile_folder_is_an_error_and_soon(tmp_path: Path, fault: str) -> No
     str(caught.value).encode()  # a log can hold it
 
 
+def described(**changed: Any) -> Change:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        configured(medusa_heads=config["medusa_heads"] | changed)(folder)
+
+    return change
+
+
+def huge_cell(folder: Path) -> None:
+    """A config and a header that agree on more than any heads have."""
+    size, inner = 1 << 16, 1 << 17
+
+    def only_cell(tensors: dict[str, Any]) -> None:
+        tensors.clear()
+        start = 0
+        for name, shape in (("inner.weight", [inner, 2 * size]), ("outer.weight", [size, inner])):
+            stop = start + 4 * shape[0] * shape[1]
+            tensors[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+            start = stop
+
+    header(only_cell, 12 * size * inner)(folder)
+    configured(hidden_size=size, truncated_vocab_size=V)(folder)
+    described(inner_size=inner, bias=False)(folder)
+
+
+HOSTILE_TYPES: dict[str, tuple[Change, str]] = {
+    "no object": (configured(medusa_heads=[1]), r"medusa_heads is \[1\], expected an object with a type"),
+    "no type": (configured(medusa_heads={"num_heads": 3}), "expected an object with a type"),
+    "a list as type": (described(type=["recurrent"]), "expected an object with a type"),
+    "an unknown type": (described(type="os.system"), "is of type 'os.system', this version knows residual"),
+    "another type": (
+        described(type="hydra"),
+        "medusa_heads of type hydra gives .*inner_size.*; expected type, num_hea",
+    ),
+    "an argument more": (described(**{"x" * 500: 1}), r"gives .*\.\.\.; expected type"),
+    "a class's attribute": (described(forward=1), "expected type, num_heads, inner_size, bias, own_lm_head"),
+    "a billion heads": (described(num_heads=10**9), "num_heads is 1000000000, expected an integer from 1 to 64"),
+    "no head": (described(num_heads=0), "num_heads is 0, expected an integer from 1 to 64"),
+    "heads as truth": (described(num_heads=True), "num_heads is True"),
+    "heads of none": (described(num_heads=None), "medusa_heads.*num_heads|lacks 'num_heads'"),
+    "a large inner size": (described(inner_size=10**12), "inner_size is 1000000000000, expected an integer from 1"),
+    "a fractional inner size": (described(inner_size=2.0), "inner_size is 2.0"),
+    "bias as text": (described(bias="no"), "bias is 'no', expected true or false"),
+    "another inner size": (described(inner_size=5), r"'inner.weight' is \[16, 16\], expected \[5, 16\]"),
+    "another hidden size": (configured(hidden_size=9), r"expected \[16, 18\]"),
+    "sizes that fit no file": (described(inner_size=1 << 18), r"expected \[262144, 16\]"),
+    "own lm_heads that are not there": (described(own_lm_head=True), "lacks 'lm_heads.0.weight'"),
+    "a shipped lm_head": (tensor("lm_head.weight", torch.zeros(V, D)), "'lm_head.weight' has no place"),
+    "weights of two dtypes": (tensor("outer.weight", torch.zeros(D, 16).half()), "'outer.weight' is torch.float16"),
+    "NaN": (tensor("outer.weight", torch.full((D, 16), torch.nan)), "'outer.weight' holds NaN"),
+    "a cell of 103 GB": (huge_cell, "103,079,215,104 bytes of weights, expected at most 68,719,476,736"),
+    "deeper than the heads": (configured(medusa_choices=[[0] * d for d in range(1, 5)]), "there are 3 heads"),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE_TYPES)
+def test_hostile_heads_of_a_type_are_an_error_and_soon(tmp_path: Path, fault: str) -> None:
+    change, message = HOSTILE_TYPES[fault]
+    change(write(tmp_path, kind="recurrent"))
+    began = time.process_time()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_served(tmp_path)
+    assert time.process_time() - began < 1
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("name", [f"{10**12}.0.linear.weight", f"0.{10**12}.linear.weight"])
 def test_a_head_or_block_of_an_enormous_number_is_refused_at_once(tmp_path: Path, name: str) -> None:
     """Where sizes are taken from the names: FasterDecoding's layout has no config that would tell them."""
@@ -214,6 +280,8 @@ def test_faults_of_size_are_found_in_little_memory_and_without_training_packages
     faults = ["hidden size that fits no file", "huge vocabulary", "tree of 10 million nodes", "blocks of 86 GB"]
     for fault in [*faults, "a header of a terabyte", "nested brackets"]:
         HOSTILE[fault][0](write(tmp_path / fault))
+    huge_cell(write(tmp_path / "cell", kind="recurrent"))
+    described(inner_size=1 << 18)(write(tmp_path / "sizes", kind="recurrent"))
     code = """
 import resource, sys
 from pathlib import Path
@@ -287,8 +355,10 @@ def mutate(value: Any, data: st.DataObject) -> Any:
 def test_whatever_is_changed_it_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    format = data.draw(st.sampled_from(FORMATS))
-    folder = write(tmp_path_factory.mktemp("folder"), format, own=data.draw(st.booleans()))
+    format, kind = data.draw(
+        st.sampled_from([*((format, "residual") for format in FORMATS), *(("sglang", k) for k in HEADS)])
+    )
+    folder = write(tmp_path_factory.mktemp("folder"), format, data.draw(st.booleans()), kind)
     (file,) = folder.glob("*.safetensors")
     for _ in range(data.draw(st.integers(1, 2))):
         match data.draw(st.sampled_from(["config", "header", "byte", "cut", "longer"])):

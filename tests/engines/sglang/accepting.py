@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from medusa_k25.data.labels import IGNORE, future_tokens
-from medusa_k25.heads import DraftVocabulary, ResidualHeads, Speculator
+from medusa_k25.heads import HEADS, DraftVocabulary, Embeddings, Heads, Speculator
 from medusa_k25.serving.decode import Decoded, Drafter, speculative_decode
 from medusa_k25.serving.formats import export_heads
 from medusa_k25.target import Target, TargetModel
@@ -26,28 +26,27 @@ def accepting_heads(
     answers: Sequence[list[int]],
     vocabulary: DraftVocabulary,
     steps: int = 150,
+    kind: str = "residual",
     **arguments: Any,
-) -> ResidualHeads:
+) -> Heads:
     """`steps` 150: nearly all drafts are right where the draft vocabulary has them; 25: some are."""
     torch.manual_seed(0)
-    own = arguments.get("own_lm_head", False)
-    heads = ResidualHeads(
-        lm_head_VD.shape[1], K, **arguments, draft_vocab_size=len(vocabulary) if own else None
-    ).float()
+    heads = HEADS[kind](lm_head_VD.shape[1], K, draft_vocab_size=len(vocabulary), **arguments).float()
+    embed = Embeddings(model.model.get_input_embeddings().weight)
     lm_head_MD = vocabulary.rows(lm_head_VD).float()
     heads.init_lm_heads(lm_head_MD)
-    states, labels = [], []
+    states, futures = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids_T = torch.tensor(prompt + answer)
         positions_N = torch.arange(len(prompt) - 1, len(ids_T) - 1)
         mask_T = torch.arange(len(ids_T)) >= len(prompt)
-        labels.append(future_tokens(ids_T, mask_T, torch.zeros_like(ids_T), positions_N, K)[:, 1:])
+        futures.append(future_tokens(ids_T, mask_T, torch.zeros_like(ids_T), positions_N, K))
         states.append(model.hidden(ids_T[None])[0, positions_N])
-    hidden_ND, labels_NK = torch.cat(states), vocabulary.to_draft(torch.cat(labels))
-    root_NK = torch.zeros(len(hidden_ND), K, dtype=torch.long)
+    hidden_ND, future_NF = torch.cat(states), torch.cat(futures)  # the root, and K tokens after it
+    labels_NK = vocabulary.to_draft(future_NF[:, 1:])
     optimizer = torch.optim.AdamW(heads.parameters(), lr=2e-2)
     for _ in range(steps):
-        features_KND = heads(hidden_ND, root_NK)
+        features_KND = heads(hidden_ND, future_NF[:, :-1], embed)
         logits_KNM = heads.with_lm_head(lm_head_MD, partial(_logits, features_KND))
         cross_entropy(logits_KNM.flatten(0, 1), labels_NK.T.flatten(), ignore_index=IGNORE).backward()
         optimizer.step()
@@ -62,7 +61,7 @@ def _logits(features_KND: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
 def serve_from(
     folder: Path,
     target: Target,
-    heads: ResidualHeads,
+    heads: Heads,
     vocabulary: DraftVocabulary,
     tree: Tree,
     format: str = "sglang",
@@ -77,7 +76,7 @@ def serve_from(
 def decode_all(
     target: Target,
     model: TargetModel,
-    heads: ResidualHeads,
+    heads: Heads,
     vocabulary: DraftVocabulary,
     tree: Tree,
     prompts: Sequence[list[int]],

@@ -77,12 +77,12 @@ def proof_set(cache: Cache) -> list[Document]:
 def test_output_and_counts_are_the_targets_and_replays(answered: dict[str, Any], smollm2: Target) -> None:
     cache = Cache.open(RUN / "cache", smollm2)
     served = load_served(RUN / "export")
-    lm_head_MD = served.vocabulary.rows(smollm2.lm_head).float()
+    speculator = Speculator.of(served.heads, served.vocabulary, smollm2)
     total, counted = Acceptance(), Acceptance()
     for document, row in zip(proof_set(cache), answered["medusa"]["proof"], strict=True):
         ids, counts = cache.token_ids(document).tolist(), row["meta_info"]
         assert row["output_ids"] == ids[document.prompt_length :]
-        ranks = answer_ranks(Speculator(served.heads.float(), served.vocabulary, lm_head_MD), cache, [document])
+        ranks = answer_ranks(speculator, cache, [document])
         expected = replay(ranks, served.tree)
         assert counts["spec_verify_ct"] == expected.passes
         assert counts["completion_tokens"] - 1 == expected.emitted

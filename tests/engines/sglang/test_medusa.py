@@ -50,6 +50,24 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": 25,
         "server": {"chunked_prefill_size": 8, "return_hidden_states_mode": "last"},
     },
+    "recurrent-mla-draft-vocabulary-two-ranks": {
+        "target": "tiny_k25",
+        "heads": {"kind": "recurrent"},
+        "every": 2,
+        "server": {"tp_size": 2},
+    },
+    "recurrent-own-lm-heads-retraction-chunks": {
+        "target": "tiny_llama",
+        "heads": {"kind": "recurrent", "own_lm_head": True},
+        "every": 3,
+        "server": {"chunked_prefill_size": 16, "max_total_tokens": 272},
+    },
+    "hydra-mla-often-wrong": {"target": "tiny_k25", "heads": {"kind": "hydra"}, "steps": 25, "server": {}},
+    "residual-root-two-ranks": {
+        "target": "tiny_llama",
+        "heads": {"kind": "residual_root"},
+        "server": {"tp_size": 2},
+    },
     "root-alone": {"target": "tiny_llama", "tree": Tree([]), "steps": 0, "server": {}},
 }
 
