@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from medusa_k25.checkpoint import drop_superseded, write_heads
+from medusa_k25.checkpoint import SCORE, drop_superseded, write_heads
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import Batch
@@ -35,18 +36,25 @@ class Stopped(Exception):
         self.signal = signal.Signals(signal_number)
 
 
+def waited_enough(validations_since_best: int, patience: int | None) -> bool:
+    return patience is not None and validations_since_best >= patience
+
+
 class Checkpoints(Callback):
     """A checkpoint after every validation; the best and the last are kept.
 
     A signal (Ctrl-C, SIGTERM, or SIGUSR1, which SLURM sends before the time is up) to any rank ends the training after
     the running step, with a checkpoint; a second Ctrl-C stops at once, without. A checkpoint is written beside its
     place and renamed when it is whole. `record` is the provenance that goes into heads.json with step, metrics, tree.
+
+    Training ends early after `patience` validations in a row none of which is the best so far; None: never.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self, folder: Path, data: MedusaData, record: Mapping[str, Any]):
-        self.folder, self.data, self.record = folder, data, record
+    def __init__(self, folder: Path, data: MedusaData, record: Mapping[str, Any], patience: int | None = None):
+        self.folder, self.data, self.record, self.patience = folder, data, record, patience
+        self.best, self.validations_since_best = -inf, 0
         self.received = 0  # the number of the signal that this rank got
         self.agreed = 0  # that any rank had got by the end of the step
         self.handlers: dict[signal.Signals, Any] = {}
@@ -96,9 +104,25 @@ class Checkpoints(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
+            assert isinstance(module, MedusaModule)
+            score = module.validation_metrics[SCORE]  # the same on all ranks, which therefore stop together
+            self.validations_since_best = 0 if score >= self.best else self.validations_since_best + 1
+            self.best = max(self.best, score)
+            if waited_enough(self.validations_since_best, self.patience) and not trainer.should_stop:
+                say(
+                    f"\nno faster on calibration text for {self.validations_since_best} validations: "
+                    f"ended at step {trainer.global_step} of {trainer.max_steps}"
+                )
+                trainer.should_stop = True
             self.save(trainer, module)
             if self.agreed and not trainer.should_stop:  # a signal during validation: after the next step
                 raise Stopped(self.agreed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "validations_since_best": self.validations_since_best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.validations_since_best = state_dict["best"], state_dict["validations_since_best"]
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MedusaModule)
@@ -114,7 +138,8 @@ class Checkpoints(Callback):
             chosen = module.tree if module.validation_metrics else None  # else it is that of an earlier step
             tree = [list(path) for path in chosen.paths] if chosen else []
             reached = {"step": trainer.global_step, "metrics": module.validation_metrics, "tree": tree}
-            record = {**self.record, **reached, "world_size": trainer.world_size}
+            since = {"validations_since_best": self.validations_since_best}
+            record = {**self.record, **reached, **since, "world_size": trainer.world_size}
             write_heads(part, state, module.heads, module.vocabulary, record)
             for file in part.rglob("*"):
                 if file.is_file():  # on disk before the name says so, and before another one is dropped

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
-from medusa_k25.callbacks import Checkpoints, Progress, Stopped
+from medusa_k25.callbacks import Checkpoints, Progress, Stopped, waited_enough
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, verb
 from medusa_k25.costs.cycle import COMPARED_NODES, CycleModel
@@ -111,8 +111,8 @@ def train(cfg: DictConfig) -> None:
 
     step = 0 if last is None else read_record(last)["step"]
     if last is not None:
-        if step >= cfg.trainer.max_steps:
-            say(f"{run_dir} is trained to step {step} already; raise trainer.max_steps to go on")
+        if ended := how_it_ended(cfg, read_record(last)):
+            say(f"{run_dir} {ended}")
             if "train" not in read_report(run_dir):  # killed after its last checkpoint
                 conclude(cfg, training)
             return
@@ -169,6 +169,17 @@ def conclude(cfg: DictConfig, training: Training) -> None:
     )
 
 
+def how_it_ended(cfg: DictConfig, record: Mapping[str, Any]) -> str | None:
+    """For the user, by the record of a run's last checkpoint; None where there is more to train."""
+    step = record["step"]
+    if step >= cfg.trainer.max_steps:
+        return f"is trained to step {step} already; raise trainer.max_steps to go on"
+    # older versions did not count
+    if waited_enough(record.get("validations_since_best", 0), cfg.patience):
+        return f"ended early, at step {step} of {cfg.trainer.max_steps}; raise patience to go on"
+    return None
+
+
 def started_by_rank_zero(trainer: L.Trainer) -> bool:
     """Whether this is a process that Lightning itself has started, not torchrun or Slurm."""
     strategy = trainer.strategy
@@ -207,6 +218,8 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     for key in ("max_steps", "val_check_interval", "accumulate_grad_batches", "log_every_n_steps", "num_nodes"):
         if not isinstance(cfg.trainer[key], int) or cfg.trainer[key] < 1:
             raise ValueError(f"trainer.{key}={cfg.trainer[key]}: expected a whole number, at least 1")
+    if cfg.patience is not None and (not isinstance(cfg.patience, int) or cfg.patience < 1):
+        raise ValueError(f"patience={cfg.patience}: expected a number of validations, at least 1, or null")
     L.seed_everything(cfg.seed, verbose=False)
     loss = instantiate(cfg.loss)
     counts_V = token_counts(cache, in_share(documents_of(cache, "train"), cfg.data.share))
@@ -259,7 +272,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         "code_version": __version__,
         "config": OmegaConf.to_container(cfg, resolve=True),
     }
-    checkpoints = Checkpoints(Path(cfg.run_dir) / "checkpoints", data, record)
+    checkpoints = Checkpoints(Path(cfg.run_dir) / "checkpoints", data, record, cfg.patience)
     peak = peak_flops(device, matmul_dtype(torch.empty(0, dtype=dtype, device=device)))
     strategy = instantiate(cfg.strategy)(
         devices=devices,

@@ -20,7 +20,7 @@ from medusa_k25 import train as training
 from medusa_k25.acceptance import Evaluator, ranks_of
 from medusa_k25.cache import Cache, staging
 from medusa_k25.cache.staging import Stage
-from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
+from medusa_k25.checkpoint import SCORE, find_checkpoint, load_heads, read_record
 from medusa_k25.config import EXIT_REQUEUE, compose
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.sampler import Share
@@ -29,7 +29,7 @@ from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, in_share, token_counts
 from medusa_k25.heads import HEADS, DraftVocabulary, Speculator
 from medusa_k25.loss import Teacher
-from medusa_k25.module import warmup_cosine
+from medusa_k25.module import MedusaModule, warmup_cosine
 from medusa_k25.replay import answer_ranks, replay
 from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.tree import Tree
@@ -243,6 +243,54 @@ def test_a_signal_at_a_validation_waits_for_it(config, tmp_path, monkeypatch):
     last = find_checkpoint(tmp_path / "run/checkpoints", "last")
     assert last.name == "step-000010"
     assert "heldout/acceptance_tree" in read_record(last)["metrics"]
+
+
+def validate_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float]) -> None:
+    """Validations find these speeds on calibration text, by step."""
+    validate = MedusaModule.on_validation_epoch_end
+
+    def scripted(module: MedusaModule) -> None:
+        validate(module)
+        module.validation_metrics[SCORE] = speeds[module.trainer.global_step]
+
+    monkeypatch.setattr(MedusaModule, "on_validation_epoch_end", scripted)
+
+
+def test_a_run_ends_when_validations_stay_behind_the_best_and_goes_on_with_more_patience(
+    config, config_of, tmp_path, monkeypatch, capsys
+):
+    validate_as(monkeypatch, {2: 1.0, 4: 1.2, 6: 1.1, 8: 1.15, 10: 1.19, 12: 1.18, 14: 1.2, 16: 1.0})
+    options = ("trainer.val_check_interval=2", "trainer.max_steps=16")
+    training.train(config(*options, "patience=2"))
+    checkpoints = tmp_path / "run/checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"step-000004", "step-000008"}  # the best and the last
+    assert "for 2 validations: ended at step 8 of 16" in capsys.readouterr().out
+    before = weights(tmp_path / "run")
+    training.train(config(*options, "patience=2"))
+    assert "run ended early, at step 8 of 16; raise patience to go on" in capsys.readouterr().out
+    assert all(torch.equal(before[name], found) for name, found in weights(tmp_path / "run").items())
+    training.train(config(*options, "patience=5"))  # at step 14 as fast as the best: it counts anew
+    assert {path.name for path in checkpoints.iterdir()} == {"step-000014", "step-000016"}
+    training.train(config_of(tmp_path / "without", *options))
+    assert_same_run(tmp_path / "without", tmp_path / "run")
+
+
+def test_a_killed_run_remembers_for_how_long_it_has_waited(config, tmp_path, monkeypatch):
+    options = ("trainer.val_check_interval=2", "trainer.max_steps=12", "patience=2")
+    with monkeypatch.context() as patch:
+        validate_as(patch, {2: 1.2, 4: 1.1})
+        with_callback(patch, StopAt(5, kill))
+        with pytest.raises(Killed):
+            training.train(config(*options))
+    validate_as(monkeypatch, {6: 1.0})
+    training.train(config(*options))
+    assert find_checkpoint(tmp_path / "run/checkpoints", "last").name == "step-000006"
+
+
+@pytest.mark.parametrize("setting", ["patience=0", "patience=0.5", "patience=soon"])
+def test_patience_is_a_number_of_validations(config, setting):
+    with pytest.raises(ValueError, match=f"{setting}: expected a number of validations, at least 1, or null"):
+        training.train(config(setting))
 
 
 @pytest.mark.parametrize("options", [(), ("loss=distillation",), ("loss=mix", "heads.own_lm_head=true")], ids=str)
