@@ -26,7 +26,7 @@ LAYERS = {
     ],
     "maths": [
         *("loss", "metrics", "tree", "replay", "acceptance", "designs", "breakdown", "fp8_cost"),
-        *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus"),
+        *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus", "ngram.table", "ngram.beside"),
         *(
             "costs",
             "costs.hardware",
