@@ -93,13 +93,18 @@ class HeadsTree:
     name: str
     growth: Growth
     ranks: Mapping[Text, Tensor]
+    _places: dict[Text, Tensor] = field(default_factory=dict, repr=False)  # in the paths of all sizes
 
     def tree(self, num_nodes: int) -> Tree:
         return self.growth.tree(num_nodes)
 
     def accepted(self, texts: Sequence[Text], num_nodes: int) -> list[Tensor]:
-        accepted_N = self.tree(num_nodes).accepted(torch.cat([self.ranks[text] for text in texts]))
-        return list(accepted_N.split([text.num_states for text in texts]))
+        states = [text.num_states for text in texts]
+        if not self._places.keys() >= {*texts}:
+            found = places(self.growth.paths, torch.cat([self.ranks[text] for text in texts]))
+            self._places.update(zip(texts, found.int().split(states), strict=True))
+        places_NK = torch.cat([self._places[text] for text in texts])
+        return list((places_NK < num_nodes - 1).sum(dim=1).split(states))  # the first paths are the tree of that size
 
 
 @dataclass(frozen=True)
