@@ -240,6 +240,13 @@ class Growth:
         return cls(tuple(paths[1:]), tuple(shares[1:]))
 
     @classmethod
+    def of_tree(cls, tree: Tree, ranks_NK: Tensor) -> "Growth":
+        """The paths of a given tree in the order of `by_count`: how often each is right at the positions given."""
+        counts = torch.bincount(places(tree.paths, ranks_NK).flatten(), minlength=len(tree.paths) + 1).tolist()
+        order = sorted((-count, len(path), path) for count, path in zip(counts, tree.paths, strict=False))
+        return cls(tuple(path for *_, path in order), tuple(-count / len(ranks_NK) for count, *_ in order))
+
+    @classmethod
     def chain(cls, depth: int) -> "Growth":
         """Best choices only, one below the other. How often they are right is not known."""
         return cls(tuple((0,) * d for d in range(1, depth + 1)), (float("nan"),) * depth)
