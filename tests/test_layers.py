@@ -44,7 +44,7 @@ LAYERS = {
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
-        *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
+        *(f"serving.sglang.{name}" for name in ("drafting", "beside", "algorithm", "compat", "worker", "plugin")),
         *(f"serving.sglang.{name}" for name in ("recorder", "recording", "record")),
     ],
     "training": [
