@@ -21,9 +21,11 @@ from medusa_k25.data.texts import Text
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import Speculator
 from medusa_k25.metrics import top_accuracy
+from medusa_k25.ngram.beside import LONGEST, MOST_CHAIN, SHORTEST, accepted_beside, looked_up
 from medusa_k25.ngram.corpus import best_corpus_drafts, choose_corpus
 from medusa_k25.ngram.engine import Corpus, EngineNgram
 from medusa_k25.ngram.lookup import Lookup
+from medusa_k25.ngram.table import AnswersTable
 from medusa_k25.replay import (
     Acceptance,
     Passes,
@@ -37,11 +39,11 @@ from medusa_k25.replay import (
 from medusa_k25.tree import Growth, Tree, places
 
 NGRAM_LOOKUP, CORPUS = "n-gram lookup", "training answers + own text"
-CHAIN, TREE, BOTH = "heads, chain", "heads, tree", "heads + n-gram lookup"
+CHAIN, TREE = "heads, chain", "heads, tree"
+BOTH, BOTH_ANSWERS = "heads + n-gram lookup", "heads + lookup + training answers"
+HEADS = (CHAIN, TREE, BOTH, BOTH_ANSWERS)
 
 ALL_SIZES = range(2, 65)  # of trees, in tree_sizes
-MOST_LOOKED_UP = 4  # nodes of a pass that a looked-up chain may take from the tree
-SHORTEST_MATCHES = (1, 2, 3, 4)
 SHARING_TOKENS = 30_000  # of calibration text, on which it is tried how to share drafts between a corpus and own text
 
 
@@ -73,16 +75,14 @@ class CorpusAndOwnText:
         return self._drafts[num_nodes]
 
 
-def training_free(
-    train: Sequence[Text], calibration: Sequence[Text], ngram_longest: int, corpus_tokens: int
-) -> list[Predictor]:
-    """All predictors that need nothing but text; those with a corpus where there is text to train on."""
+def training_free(corpus: Sequence[Text], calibration: Sequence[Text], ngram_longest: int) -> list[Predictor]:
+    """All predictors that need nothing but text; those with a corpus where there is one."""
     predictors: list[Predictor] = [Lookup(NGRAM_LOOKUP, ngram_longest), Lookup("suffix lookup", None)]
     predictors.append(EngineNgram("SGLang's NGRAM", None, 0))
-    if train:
-        corpus = Corpus([text.answer_T for text in choose_corpus(train, calibration, corpus_tokens)])
-        both = CorpusAndOwnText(CORPUS, corpus, some_of(calibration, SHARING_TOKENS))
-        predictors += [EngineNgram("training answers", corpus), both]
+    if corpus:
+        answers = Corpus([text.answer_T for text in corpus])
+        both = CorpusAndOwnText(CORPUS, answers, some_of(calibration, SHARING_TOKENS))
+        predictors += [EngineNgram("training answers", answers), both]
     return predictors
 
 
@@ -93,19 +93,24 @@ class HeadsTree:
     name: str
     growth: Growth
     ranks: Mapping[Text, Tensor]
+    _places: dict[Text, Tensor] = field(default_factory=dict, repr=False)  # in the paths of all sizes
 
     def tree(self, num_nodes: int) -> Tree:
         return self.growth.tree(num_nodes)
 
     def accepted(self, texts: Sequence[Text], num_nodes: int) -> list[Tensor]:
-        accepted_N = self.tree(num_nodes).accepted(torch.cat([self.ranks[text] for text in texts]))
-        return list(accepted_N.split([text.num_states for text in texts]))
+        states = [text.num_states for text in texts]
+        if not self._places.keys() >= {*texts}:
+            found = places(self.growth.paths, torch.cat([self.ranks[text] for text in texts]))
+            self._places.update(zip(texts, found.int().split(states), strict=True))
+        places_NK = torch.cat([self._places[text] for text in texts])
+        return list((places_NK < num_nodes - 1).sum(dim=1).split(states))  # the first paths are the tree of that size
 
 
 @dataclass(frozen=True)
 class Share:
-    """How a pass is split where the own context was looked up with success: `chain` nodes for what followed there, the
-    rest for the tree. shortest: tokens that must have matched; elsewhere the tree has all nodes."""
+    """How a pass is split where something was looked up with success: `chain` nodes for what followed there, the rest
+    for the heads' tree. shortest: tokens that must have matched; elsewhere the tree has all nodes."""
 
     chain: int
     shortest: int
@@ -113,11 +118,10 @@ class Share:
 
 @dataclass(frozen=True)
 class HeadsBesideLookup:
-    """Heads, and beside their tree the continuation of a match; a pass verifies `num_nodes` tokens with or without.
+    """Heads, and beside their tree what followed a match; a pass verifies `num_nodes` tokens with or without.
 
-    A server drafts both below one root, so it accepts the longer of the two. looked_up: for every text the drafts that
-    a chain of at least MOST_LOOKED_UP looked-up tokens gets accepted at each state, and how many tokens had matched,
-    int64 [S] each. How a pass is split is chosen on `calibration` for each size, no chain included.
+    looked_up: of every text, see `ngram.beside.looked_up`, for at least the heads and MOST_CHAIN tokens. How a pass is
+    split is chosen on `calibration` for each size, no chain included.
     """
 
     name: str
@@ -132,8 +136,9 @@ class HeadsBesideLookup:
     def share(self, num_nodes: int) -> Share:
         """The one that accepts most on calibration text; of equal ones the shortest chain."""
         if num_nodes not in self._shares:
-            chains = range(1, min(MOST_LOOKED_UP, num_nodes - 1) + 1)
-            shares = [Share(0, 1), *(Share(chain, shortest) for chain in chains for shortest in SHORTEST_MATCHES)]
+            chains = range(1, min(MOST_CHAIN, num_nodes - 1) + 1)
+            lengths = range(SHORTEST, LONGEST + 1)
+            shares = [Share(0, SHORTEST), *(Share(chain, shortest) for chain in chains for shortest in lengths)]
 
             def length(share: Share) -> float:
                 return walk_all(self.accepted_with(share, self.calibration, num_nodes)).acceptance.length
@@ -147,10 +152,8 @@ class HeadsBesideLookup:
             return whole
         smaller = self.heads.accepted(texts, num_nodes - share.chain)
         return [
-            torch.where(matched_S >= share.shortest, smaller_S.maximum(looked_S.clamp(max=share.chain)), whole_S)
-            for whole_S, smaller_S, (looked_S, matched_S) in zip(
-                whole, smaller, (self.looked_up[text] for text in texts), strict=True
-            )
+            accepted_beside(whole_S, smaller_S, *self.looked_up[text], share.chain, share.shortest)
+            for whole_S, smaller_S, text in zip(whole, smaller, texts, strict=True)
         ]
 
 
@@ -401,15 +404,20 @@ class Evaluator:
         self, train: Sequence[Text], replayed: Replayed, ranks: Mapping[Text, Tensor] | None = None
     ) -> list[Predictor]:
         """All there are. ranks: of the heads' labels in the replayed text, None without heads."""
-        predictors = training_free(train, replayed.calibration, self.ngram_longest, self.corpus_tokens)
+        corpus = choose_corpus(train, replayed.calibration, self.corpus_tokens) if train else []
+        predictors = training_free(corpus, replayed.calibration, self.ngram_longest)
         if ranks is not None:
             calibration = [ranks[text] for text in replayed.calibration]
             chain = HeadsTree(CHAIN, Growth.chain(calibration[0].shape[1]), ranks)
             tree = HeadsTree(TREE, grow(calibration, ALL_SIZES[-1], self.max_width), ranks)
-            texts = [*replayed.calibration, *replayed.heldout]
-            lookup = Lookup(NGRAM_LOOKUP, self.ngram_longest)
-            looked_up = dict(zip(texts, lookup.accepted_and_matches(texts, MOST_LOOKED_UP + 1), strict=True))
-            predictors += [chain, tree, HeadsBesideLookup(BOTH, tree, looked_up, replayed.calibration)]
+            predictors += [chain, tree]
+            texts, reach = [*replayed.calibration, *replayed.heldout], calibration[0].shape[1] + MOST_CHAIN
+            tables: dict[str, AnswersTable | None] = {BOTH: None}
+            if corpus:
+                tables[BOTH_ANSWERS] = AnswersTable.build([text.answer_T for text in corpus], reach)
+            for name, table in tables.items():
+                found = dict(zip(texts, looked_up(texts, table, reach), strict=True))
+                predictors.append(HeadsBesideLookup(name, tree, found, replayed.calibration))
         return predictors
 
     def sizes(self, predictor: Predictor) -> Sequence[int]:

@@ -15,6 +15,7 @@ from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import Speculator
 from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.report import read_report, summary, update_report
+from medusa_k25.serving.beside_files import open_beside
 from medusa_k25.serving.decode import Drafter, prove
 from medusa_k25.serving.formats import load_served
 
@@ -23,14 +24,22 @@ from medusa_k25.serving.formats import load_served
 def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     cache = Cache.open(Path(cfg.cache), target)
-    served = load_served(Path(cfg.export_dir))
+    folder = Path(cfg.export_dir)
+    served = load_served(folder)
+    found = open_beside(served, folder, target.vocab_size)
     made_from = served.config.get("medusa_k25", {}).get("cache_fingerprint")  # not known of blank and of foreign heads
     if made_from is not None and not cfg.allow_other_cache:
         cache.refuse_other(made_from, cfg.export_dir)
     drafter = Drafter(Speculator.of(served.heads, served.vocabulary, target), served.tree)
     documents = documents_of(cache, "heldout")[: cfg.decode_prompts]
     proof = prove(
-        target.load_model(torch.float32), target.end_ids, drafter, cache, documents, cfg.generate.max_new_tokens
+        target.load_model(torch.float32),
+        target.end_ids,
+        drafter,
+        cache,
+        documents,
+        cfg.generate.max_new_tokens,
+        None if found is None else found.load(),
     )
     print(proof)
     run_dir = Path(cfg.run_dir)

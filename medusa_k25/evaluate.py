@@ -17,8 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from medusa_k25.acceptance import (
-    BOTH,
-    CHAIN,
+    HEADS,
     TREE,
     Evaluation,
     Evaluator,
@@ -196,7 +195,7 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
         ranks,
         target.name,
         passes,
-        dict.fromkeys((CHAIN, TREE, BOTH), draft_ms),
+        dict.fromkeys(HEADS, draft_ms),
         made_from | {"checkpoint": str(checkpoint.path)},
         heads,
     )

@@ -1,12 +1,15 @@
 """The folder to serve from: heads, draft vocabulary, tree and a model card, for SGLang, vLLM or TGI.
 
 python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa|ngram_corpus] [export_dir=FOLDER]
-                            [num_nodes=9] [tree=[[0],[0,0],[1]]] [hardware=NAME]
+                            [num_nodes=9] [tree=[[0],[0,0],[1]]] [hardware=NAME] [beside=lookup|answers]
 python -m medusa_k25.export heads=blank [num_nodes=16] [max_width=1] [tree=...] export_dir=FOLDER
 python -m medusa_k25.export format=ngram_corpus [conversations=FILE | cache=FOLDER] [tokenizer=FOLDER]
                             [corpus_tokens=10_000_000] [num_nodes=9] export_dir=FOLDER
 
 The tree is the one that gives most tokens/s on `hardware`, by calibration text, unless num_nodes or tree say otherwise.
+
+beside=lookup: where the last tokens stood before in prompt and answer, a pass gives some of its nodes to what followed
+there; =answers: or in the training answers, of which the folder gets a table. How many is chosen on calibration text.
 
 format=ngram_corpus: the target's answers for SGLang's n-gram speculation, which needs neither heads nor states.
 heads=blank: untrained heads, which need no checkpoint: serve any tree, and measure what a verify pass costs.
@@ -21,6 +24,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from medusa_k25 import __version__
+from medusa_k25.acceptance import TREE, HeadsBesideLookup, HeadsTree, ranks_of, some_of
 from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
@@ -30,16 +34,20 @@ from medusa_k25.costs.hardware import Hardware
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
-from medusa_k25.heads import DraftVocabulary, Heads
-from medusa_k25.replay import answer_ranks, fastest_tree, grow
+from medusa_k25.heads import DraftVocabulary, Heads, Speculator
+from medusa_k25.ngram.beside import MOST_CHAIN, Beside, looked_up
+from medusa_k25.ngram.corpus import choose_corpus
+from medusa_k25.ngram.table import AnswersTable
+from medusa_k25.replay import NO_CALIBRATION, answer_ranks, fastest_tree, grow
 from medusa_k25.reports.report import read_report, update_report
+from medusa_k25.serving.beside_files import SOURCES, beside_note, write_beside
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
 from medusa_k25.serving.formats import FORMATS, export_heads, remarks
 from medusa_k25.serving.ngram_corpus import CORPUS_FILE, make_corpus, write_corpus
 from medusa_k25.serving.untrusted import read_json
 from medusa_k25.target import Target, end_ids_of, load_tokenizer
-from medusa_k25.tree import Tree
+from medusa_k25.tree import Growth, Tree
 
 
 @verb("target", "hardware")
@@ -95,40 +103,75 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     run_dir, folder = Path(cfg.run_dir), Path(cfg.export_dir)
     if (folder / CORPUS_FILE).exists():
         raise ValueError(f"{folder} holds a corpus, whose README.md would be replaced; give export_dir=FOLDER")
+    if cfg.beside is not None and (cfg.beside not in SOURCES or cfg.format != "sglang"):
+        raise ValueError(
+            f"beside={cfg.beside} with format={cfg.format}: expected null, {' or '.join(SOURCES)}, and format=sglang, "
+            "which alone drafts it"
+        )
     hardware: Hardware = instantiate(cfg.hardware)
     if cfg.tree is None and cfg.num_nodes is None and not hardware.is_of(target.name):
         print(f"the tree is the fastest by the passes of {hardware.target} on {hardware.name}, not by {target.name}'s")
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
     checkpoint.refuse_other_target(target)
     heads, vocabulary, record = checkpoint.heads, checkpoint.vocabulary, checkpoint.record
+
+    def opened() -> tuple[Speculator, Cache]:
+        cache = Cache.open(Path(cfg.cache), target)
+        if not cfg.allow_other_cache:
+            cache.refuse_other(record["cache_fingerprint"], str(checkpoint.path))
+        return checkpoint.speculator(target), cache
+
     if cfg.tree is not None:
         tree = given_tree(cfg.tree)
     elif record["tree"] and chosen_alike(cfg, record["config"]):
         tree = Tree(record["tree"])
     else:
-        cache = Cache.open(Path(cfg.cache), target)
-        if not cfg.allow_other_cache:
-            cache.refuse_other(record["cache_fingerprint"], str(checkpoint.path))
-        calibration = answer_ranks(checkpoint.speculator(target), cache, documents_of(cache, "calibration"))
+        speculator, cache = opened()
+        calibration = answer_ranks(speculator, cache, documents_of(cache, "calibration"))
         if cfg.num_nodes is not None:
             tree = grow(calibration, cfg.num_nodes, cfg.max_width).tree(cfg.num_nodes)
         else:
             passes = CycleModel.on(hardware, target.path)
             cycle_ms = passes.heads_ms(heads, len(vocabulary))
             tree = fastest_tree(calibration, cycle_ms, cfg.max_width)
+    beside = None
+    if cfg.beside is not None:
+        beside = best_beside(*opened(), tree, cfg.beside, cfg.corpus_tokens, cfg.evaluate.most_tokens)
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     evaluation = read_report(run_dir).get("evaluate")
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
     if evaluation is not None and any(evaluation.get(key) != value for key, value in made_from.items()):
         evaluation = None  # of other heads, or on other text
     rows = measured_rows(record, evaluation, tree.paths, heads.num_heads)
-    write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows)
-    update_report(
-        run_dir, "export", {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
-    )
+    write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows, beside)
+    made = {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
+    if beside is not None:
+        made |= {"beside": cfg.beside, "chain": beside.chain, "shortest": beside.shortest}
+    update_report(run_dir, "export", made)
     if cfg.logger.wandb_project is not None:
         log_to_wandb(cfg, checkpoint, tree, provenance)
     print(f"wrote {folder}: {heads.num_heads} heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
+
+
+def best_beside(
+    speculator: Speculator, cache: Cache, tree: Tree, source: str, corpus_tokens: int, most_tokens: int | None
+) -> Beside | None:
+    """How a pass of the tree's nodes is best split on calibration text; None: not at all. The arguments: evaluate's."""
+    calibration = some_of(texts_of_cache(cache, "calibration"), most_tokens)
+    ranks = ranks_of(speculator, cache, {"calibration": calibration})
+    if not ranks:
+        raise ValueError(NO_CALIBRATION)
+    reach, table = speculator.heads.num_heads + MOST_CHAIN, None
+    if source == "answers":
+        corpus = choose_corpus(texts_of_cache(cache, "train"), calibration, corpus_tokens)
+        table = AnswersTable.build([text.answer_T for text in corpus], reach)
+    growth = Growth.of_tree(tree, torch.cat(list(ranks.values())))
+    found = dict(zip(calibration, looked_up(calibration, table, reach), strict=True))
+    share = HeadsBesideLookup(source, HeadsTree(TREE, growth, ranks), found, calibration).share(tree.num_nodes)
+    if share.chain == 0:
+        print(f"beside={source}: no node pays beside this tree on calibration text, the heads draft alone")
+        return None
+    return Beside(tree, growth.tree(tree.num_nodes - share.chain), share.shortest, table=table)
 
 
 def chosen_alike(cfg: DictConfig, trained: Mapping[str, Any]) -> bool:
@@ -146,6 +189,8 @@ def export_blank(cfg: DictConfig, target: Target) -> None:
         provenance = read_json(folder / "config.json").get("medusa_k25")
         if not isinstance(provenance, dict) or provenance.get("heads") != "blank":
             raise ValueError(f"{folder} holds trained heads, which blank ones would replace; give export_dir=FOLDER")
+    if cfg.beside is not None:
+        raise ValueError(f"heads=blank and beside={cfg.beside}: how a pass is split is chosen for trained heads alone")
     if cfg.tree is None and cfg.num_nodes is None:
         raise ValueError("heads=blank: give num_nodes=N, the tokens that a pass is to take, or tree=[[0],[0,0],[1]]")
     tree = made_up_tree(cfg.num_nodes, cfg.heads.num_heads, cfg.max_width) if cfg.tree is None else given_tree(cfg.tree)
@@ -177,6 +222,7 @@ def write(
     provenance: dict[str, Any],
     data: str,
     rows: list[Measured],
+    beside: Beside | None = None,
 ) -> None:
     """The folder and its card."""
     hub_name = cfg.base_model or HUB_NAMES.get(target.name) or (target.name if "/" in target.name else None)
@@ -195,7 +241,10 @@ def write(
         base_model,
         cfg.medusa_tree_fallback,
     )
+    write_beside(folder, beside)
     notes = remarks(heads, vocabulary, cfg.format)
+    if beside is not None:
+        notes.append(beside_note(beside))
     for note in notes:
         print(note)
     nested = target.model_type == "kimi_k25"

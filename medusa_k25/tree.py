@@ -58,8 +58,46 @@ class Level:
         return Level(nodes_P, above_P, self.drafter_C.to(device), self.rank_C.to(device), self.width)
 
 
-class Tree:
-    """`paths` in any order; every path's parent must be among them. Nodes are numbered by depth, then by path."""
+class Topology:
+    """Nodes below a root, whatever they carry. parents: each node's, which comes before it; -1 for the root, node 0."""
+
+    def __init__(self, parents: Sequence[int]):
+        assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
+        self.parents = list(parents)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Drafts on the longest path."""
+        return int(self.depths_n.max())
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Node numbers of each node's children, in their order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return children
+
+    @cached_property
+    def depths_n(self) -> Tensor:
+        return self.mask_nn.sum(dim=1) - 1
+
+    @cached_property
+    def mask_nn(self) -> Tensor:
+        """bool [n, n]: row i is True at i and at its ancestors, which is all that node i may attend to in the tree."""
+        mask_nn = torch.eye(self.num_nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask_nn[node] |= mask_nn[parent]
+        return mask_nn
+
+
+class Tree(Topology):
+    """`paths` in any order; every path's parent must be among them. Nodes are numbered by depth, then by path: so a
+    node's children come best rank first."""
 
     def __init__(self, paths: Iterable[Sequence[int]]):
         unique = {tuple(int(rank) for rank in path) for path in paths}
@@ -70,6 +108,8 @@ class Tree:
             if len(path) > 1 and path[:-1] not in unique:
                 raise ValueError(f"tree path {list(path)} has no parent; add {list(path[:-1])} to the paths")
         self.paths: tuple[Path, ...] = tuple(sorted(unique, key=lambda path: (len(path), path)))
+        number = {path: i for i, path in enumerate(self.paths, start=1)} | {(): 0}
+        super().__init__([-1] + [number[path[:-1]] for path in self.paths])
 
     @classmethod
     def chain(cls, depth: int) -> "Tree":
@@ -82,32 +122,9 @@ class Tree:
         return Tree(path for path in self.paths if not any(path))
 
     @property
-    def num_nodes(self) -> int:
-        return len(self.paths) + 1
-
-    @property
-    def depth(self) -> int:
-        """Length of the longest path: how many heads the tree needs."""
-        return max(map(len, self.paths), default=0)
-
-    @property
     def width(self) -> int:
         """Largest rank + 1: how many choices of a head the tree needs."""
         return max((max(path) for path in self.paths), default=-1) + 1
-
-    @cached_property
-    def parents(self) -> list[int]:
-        """Node number of each node's parent; -1 for the root (node 0)."""
-        number = {path: i for i, path in enumerate(self.paths, start=1)} | {(): 0}
-        return [-1] + [number[path[:-1]] for path in self.paths]
-
-    @cached_property
-    def children(self) -> list[list[int]]:
-        """Node numbers of each node's children, best rank first."""
-        children: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            children[parent].append(node)
-        return children
 
     def levels(self, by_path: bool) -> list[Level]:
         """One for each depth from 1 on; in each the nodes have their order in the tree.
@@ -133,18 +150,6 @@ class Tree:
             )
             above, drafted_by = nodes, dict(zip(nodes, drafter_C, strict=True))
         return levels
-
-    @cached_property
-    def depths_n(self) -> Tensor:
-        return torch.tensor([0, *map(len, self.paths)])
-
-    @cached_property
-    def mask_nn(self) -> Tensor:
-        """bool [n, n]: row i is True at i and at its ancestors, which is all that node i may attend to in the tree."""
-        mask_nn = torch.eye(self.num_nodes, dtype=torch.bool)
-        for node, parent in enumerate(self.parents[1:], start=1):
-            mask_nn[node] |= mask_nn[parent]
-        return mask_nn
 
     def accepted(self, ranks_NK: Tensor) -> Tensor:
         """Drafts accepted at each position, int64 [N]; ranks_NK[:, k - 1] is the rank of head k's label there."""
@@ -233,6 +238,13 @@ class Growth:
                 if accuracy > 0:
                     heapq.heappush(waiting, (value * accuracy, depth + 1, path + (rank,)))
         return cls(tuple(paths[1:]), tuple(shares[1:]))
+
+    @classmethod
+    def of_tree(cls, tree: Tree, ranks_NK: Tensor) -> "Growth":
+        """The paths of a given tree in the order of `by_count`: how often each is right at the positions given."""
+        counts = torch.bincount(places(tree.paths, ranks_NK).flatten(), minlength=len(tree.paths) + 1).tolist()
+        order = sorted((-count, len(path), path) for count, path in zip(counts, tree.paths, strict=False))
+        return cls(tuple(path for *_, path in order), tuple(-count / len(ranks_NK) for count, *_ in order))
 
     @classmethod
     def chain(cls, depth: int) -> "Growth":

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from medusa_k25.acceptance import (
     CorpusAndOwnText,
@@ -25,8 +23,10 @@ from medusa_k25.acceptance import (
 from medusa_k25.data.texts import Text, texts_of_cache
 from medusa_k25.data.windows import documents_of, future_of, runs_of
 from medusa_k25.metrics import MISS
+from medusa_k25.ngram.beside import Beside
 from medusa_k25.ngram.corpus import choose_corpus
 from medusa_k25.ngram.engine import Corpus, EngineNgram
+from medusa_k25.ngram.table import AnswersTable
 from medusa_k25.replay import Acceptance, grow, walk, walk_all
 from medusa_k25.tree import Growth
 from tests.tiny import cache_of
@@ -211,49 +211,46 @@ def test_accuracy_counts_labels_that_exist():
     assert hits_KR.tolist() == [[2, 3, 3], [2, 2, 3], [1, 1, 1]]
 
 
-@given(st.data())
-def test_beside_a_lookup_a_pass_accepts_the_longer_of_both_and_never_has_more_nodes(data):
-    """The obvious server: it lists the drafts of a state, path by path, and keeps the longest that the text holds."""
-    texts, ranks = made_up(data.draw(st.integers(0, 5)), 2, states=6)
-    draw = st.integers(0, 6)
-
-    def drawn(text: Text) -> torch.Tensor:
-        return torch.tensor([data.draw(draw) for _ in range(text.num_states)])
-
-    looked_up = {text: (drawn(text), drawn(text)) for text in texts}
-    heads = HeadsTree("heads", grow(list(ranks.values()), 9, 4), ranks)
-    num_nodes = data.draw(st.integers(2, 9))
-    share = Share(data.draw(st.integers(0, min(4, num_nodes - 1))), data.draw(st.integers(1, 4)))
-    both = HeadsBesideLookup("both", heads, looked_up, texts)
-    for text, accepted_S in zip(texts, both.accepted_with(share, texts, num_nodes), strict=True):
-        for s in range(text.num_states):
-            chain = share.chain if int(looked_up[text][1][s]) >= share.shortest else 0
-            paths = heads.growth.paths[: num_nodes - 1 - chain]
-            assert len(paths) + chain + 1 <= num_nodes
-            row = tuple(ranks[text][s].tolist())
-            in_tree = max([0, *(len(path) for path in paths if row[: len(path)] == path)])
-            assert int(accepted_S[s]) == max(in_tree, min(chain, int(looked_up[text][0][s])))
+def test_heads_beside_a_lookup_are_the_policy_that_decoding_follows(replayed_and_ranks):
+    replayed, ranks = replayed_and_ranks
+    train, _ = made_up(3, 4)
+    predictors = evaluator_of(9).predictors(train, replayed, ranks)
+    table = AnswersTable.build([text.answer_T for text in choose_corpus(train, replayed.calibration, 10_000)], 9)
+    both, with_answers = (each for each in predictors if isinstance(each, HeadsBesideLookup))
+    assert (both.name, with_answers.name) == ("heads + n-gram lookup", "heads + lookup + training answers")
+    some = replayed.heldout
+    for predictor, source in ((both, None), (with_answers, table)):
+        growth = predictor.heads.growth
+        for nodes, share in ((9, Share(4, 2)), (5, Share(1, 3)), (7, Share(6, 2))):
+            beside = Beside(growth.tree(nodes), growth.tree(nodes - share.chain), share.shortest, table=source)
+            expected = beside.accepted(some, [ranks[text] for text in some])
+            found = predictor.accepted_with(share, some, nodes)
+            assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+    assert walk_all(both.accepted_with(Share(4, 2), some, 9)) != walk_all(
+        with_answers.accepted_with(Share(4, 2), some, 9)
+    )
+    assert not [p for p in evaluator_of(9).predictors([], replayed, ranks) if p.name == with_answers.name]
 
 
 def test_how_a_pass_is_split_is_chosen_on_calibration_text(replayed_and_ranks):
     replayed, ranks = replayed_and_ranks
 
     def looked_up(right_from: int) -> dict[Text, tuple[torch.Tensor, torch.Tensor]]:
-        """Matches of 0 to 5 tokens in turn; those of `right_from` or more are right."""
-        found = {}
+        """Matches of 0 to 4 tokens at random; those of `right_from` or more are right."""
+        found, generator = {}, torch.Generator().manual_seed(0)
         for text in ranks:
-            matched_S = torch.arange(text.num_states) % 6
+            matched_S = torch.randint(0, 5, (text.num_states,), generator=generator)
             found[text] = (torch.where(matched_S >= right_from, 4, 0), matched_S)
         return found
 
     heads = HeadsTree("heads", grow([ranks[text] for text in replayed.calibration], 9, 4), ranks)
     useful = HeadsBesideLookup("both", heads, looked_up(3), replayed.calibration)
-    assert useful.share(9) == Share(4, 3)
-    assert useful.share(2) == Share(1, 3)
+    assert useful.share(9).chain == 4
+    assert useful.share(2) == Share(1, 3)  # beside the root alone: what is wrong costs the tree
     assert replayed.row(useful, 9).every.length > replayed.row(heads, 9).every.length
     useless = HeadsBesideLookup("both", heads, looked_up(9), replayed.calibration)
-    assert useless.share(9) == Share(0, 1)
-    assert replayed.row(useless, 9).every == replayed.row(heads, 9).every
+    assert useless.share(2) == Share(0, 2)
+    assert replayed.row(useless, 2).every == replayed.row(heads, 2).every
     # whatever held-out text would have liked
     mixed = looked_up(9) | {text: looked_up(1)[text] for text in replayed.heldout}
-    assert HeadsBesideLookup("both", heads, mixed, replayed.calibration).share(9) == Share(0, 1)
+    assert HeadsBesideLookup("both", heads, mixed, replayed.calibration).share(2) == Share(0, 2)

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import answers_of
 from medusa_k25.heads import HEADS, DraftVocabulary, Embeddings, ResidualHeads, Speculator
+from medusa_k25.ngram.beside import Beside
+from medusa_k25.ngram.table import AnswersTable
 from medusa_k25.replay import Acceptance, answer_ranks, replay
 from medusa_k25.serving import decode
 from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode, verify
@@ -73,6 +75,20 @@ def test_output_is_greedy_and_counts_are_replays(served, tree, draft_size):
     assert proof.decoded == proof.replayed
     if tree is TREE:
         assert proof.decoded.length > 1.3  # the equality would say little if nothing were accepted
+
+
+@pytest.mark.parametrize("smaller", [Tree([]), Tree([[0], [1], [0, 0], [0, 0, 0]])], ids=["root", "tree"])
+def test_a_continuation_beside_the_tree_decodes_as_it_replays(served, smaller):
+    """From a table of half of the answers: the other half finds little there, and in its own text."""
+    target, model, cache, end_ids, heads = served
+    drafter, documents = drafter_of(target, heads, TREE), cache.documents[:6]
+    answers = [cache.token_ids(document)[document.prompt_length :] for document in documents[::2]]
+    beside = Beside(TREE, smaller, 2, table=AnswersTable.build(answers, 12))
+    proof = prove(model, end_ids, drafter, cache, documents, NEW_TOKENS, beside)
+    assert proof.holds
+    assert proof.decoded == proof.replayed
+    assert proof.decoded != prove(model, end_ids, drafter, cache, documents, NEW_TOKENS).decoded
+    assert max(proof.decoded.accepted) > K  # deeper than any head
 
 
 @pytest.mark.parametrize("options", [{"bias": False}, {"own_lm_head": True}], ids=str)

@@ -26,7 +26,7 @@ LAYERS = {
     ],
     "maths": [
         *("loss", "metrics", "tree", "replay", "acceptance", "designs", "breakdown", "fp8_cost"),
-        *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus"),
+        *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus", "ngram.table", "ngram.beside"),
         *(
             "costs",
             "costs.hardware",
@@ -40,11 +40,11 @@ LAYERS = {
     ],
     "serving": [
         *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
-        *("serving.ngram_corpus", "costs.probing"),
+        *("serving.ngram_corpus", "serving.beside_files", "costs.probing"),
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
-        *(f"serving.sglang.{name}" for name in ("drafting", "algorithm", "compat", "worker", "plugin")),
+        *(f"serving.sglang.{name}" for name in ("drafting", "beside", "algorithm", "compat", "worker", "plugin")),
         *(f"serving.sglang.{name}" for name in ("recorder", "recording", "record")),
     ],
     "training": [

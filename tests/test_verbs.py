@@ -8,8 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from medusa_k25 import decode, evaluate, export
+from medusa_k25.acceptance import HeadsBesideLookup, Share
 from medusa_k25.checkpoint import write_heads
 from medusa_k25.config import compose
+from medusa_k25.serving.beside_files import open_beside
 from medusa_k25.serving.formats import load_served
 from medusa_k25.tree import Tree
 from tests.test_decode import fitted_heads, vocabulary_of
@@ -74,6 +76,32 @@ def test_own_lm_heads_go_from_a_checkpoint_to_decoding(run_verb):
     report = run_verb(decode, "decode_prompts=null")
     assert report["decode"]["holds"]
     assert report["decode"]["acceptance_length"] == length["heads, tree", 4]
+
+
+@pytest.mark.parametrize("source", ["lookup", "answers"])
+def test_a_continuation_beside_the_heads_goes_from_calibration_text_to_decoding(run_verb, capsys, monkeypatch, source):
+    tree = "tree=[[0],[1],[0,0],[2]]"
+    run_verb(export, f"beside={source}", tree)
+    assert "no node pays beside this tree" in capsys.readouterr().out  # random answers have nothing in common
+    monkeypatch.setattr(HeadsBesideLookup, "share", lambda lookups, nodes: Share(3, 2))
+    made = run_verb(export, f"beside={source}", tree, "export_dtype=float32")["export"]
+    assert (made["beside"], made["chain"], made["shortest"]) == (source, 3, 2)
+    folder = Path(made["folder"])
+    served = load_served(folder)
+    opened = open_beside(served, folder, served.vocabulary.vocab_size)
+    assert opened is not None
+    beside = opened.load()
+    assert beside.chain == 3 and len(beside.smaller.paths) == 1
+    assert (beside.table is not None) == (source == "answers")
+    for written in (capsys.readouterr().out, (folder / "README.md").read_text()):
+        assert "3 of the 5 nodes of a pass go to what followed there" in written
+    assert run_verb(decode, "decode_prompts=2")["decode"]["holds"]
+
+
+@pytest.mark.parametrize("more", ["beside=both", "beside=lookup format=vllm", "beside=answers format=medusa"])
+def test_only_sglang_drafts_beside_the_heads(run_verb, more):
+    with pytest.raises(ValueError, match="expected null, lookup or answers, and format=sglang"):
+        run_verb(export, *more.split())
 
 
 def test_the_tree_is_chosen_again_where_its_limits_are_others(run_verb):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from medusa_k25.acceptance import BOTH, Row
+from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, Row
 from medusa_k25.costs.cycle import (
     EXTRAPOLATED,
     FROM_PARTS,
@@ -188,7 +188,7 @@ def fastest_candidates(
                 best.num_nodes,
                 Length.around(best.every.length, best.interval),
                 drafting(best.num_nodes),
-                served=predictor != BOTH,
+                served=predictor not in (BOTH, BOTH_ANSWERS),
             )
         )
     return candidates

@@ -37,22 +37,33 @@ class Lookup:
         """For every text the accepted drafts and the length of the suffix that was found (0: no draft), int64 [S]."""
         if not texts:
             return []
-        ids_N = np.concatenate([text.ids_T.numpy() for text in texts])
-        stops = np.cumsum([len(text.ids_T) for text in texts])
-        begins = stops - [len(text.ids_T) for text in texts]
-        end_N = np.repeat(stops, stops - begins)
+        ids_N, begin_N, end_N = joined(texts)
         if self.longest is None:
+            begins = np.unique(begin_N)
             found = [suffix_matches(text.ids_T.tolist()) for text in texts]
             next_N = np.concatenate([next_T + begin for (next_T, _), begin in zip(found, begins, strict=True)])
             match_N = np.concatenate([match_T for _, match_T in found])
         else:
             next_N, match_N = ngram_matches(ids_N, end_N, self.longest)
         accepted_N = drafts_accepted(ids_N, end_N, next_N, match_N, num_nodes - 1)
-        return [
-            (torch.from_numpy(accepted_N[first : stop - 1]), torch.from_numpy(match_N[first : stop - 1]))
-            for text, begin, stop in zip(texts, begins, stops, strict=True)
-            for first in [begin + text.start]
-        ]
+        return list(zip(of_states(texts, accepted_N), of_states(texts, match_N), strict=True))
+
+
+def joined(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, where the text of each position begins, where it ends), [N] each: of all texts, one after the other."""
+    lengths = [len(text.ids_T) for text in texts]
+    stops = np.cumsum(lengths)
+    ids_N = np.concatenate([text.ids_T.numpy() for text in texts])
+    return ids_N, np.repeat(stops - lengths, lengths), np.repeat(stops, lengths)
+
+
+def of_states(texts: Sequence[Text], values_N: np.ndarray) -> list[Tensor]:
+    """Of values at every position as the root those of each text's states, [S] each."""
+    values, stop = [], 0
+    for text in texts:
+        first, stop = stop + text.start, stop + len(text.ids_T)
+        values.append(torch.from_numpy(values_N[first : stop - 1]))
+    return values
 
 
 def ngram_matches(ids_N: np.ndarray, end_N: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from medusa_k25.acceptance import BOTH, CHAIN, CORPUS, NGRAM_LOOKUP, TREE
+from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, CHAIN, CORPUS, NGRAM_LOOKUP, TREE
 from medusa_k25.reports.page import new_axes
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ COLOURS = {
     TREE: "#1f5fa8",
     CHAIN: "#5b93cc",
     BOTH: "#12365f",
+    BOTH_ANSWERS: "#0b7a75",
     NGRAM_LOOKUP: "#c9772b",
     "suffix lookup": "#e3b184",
     "SGLang's NGRAM": "#b08a2b",

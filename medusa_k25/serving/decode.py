@@ -18,11 +18,13 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from medusa_k25.cache import Cache, Document
+from medusa_k25.data.texts import Text
 from medusa_k25.heads import Speculator
 from medusa_k25.metrics import topk_ids
-from medusa_k25.replay import Acceptance, answer_ranks, replay
+from medusa_k25.ngram.beside import Beside
+from medusa_k25.replay import Acceptance, answer_ranks, replay, walk_all
 from medusa_k25.target import TargetModel
-from medusa_k25.tree import Tree
+from medusa_k25.tree import Topology, Tree
 
 Choose = Callable[[Tensor], int]  # logits [V] -> token id
 
@@ -96,8 +98,13 @@ def speculative_decode(
     max_new_tokens: int,
     end_ids: Sequence[int],
     choose: Choose = greedy,
+    beside: Beside | None = None,
 ) -> Decoded:
-    """One answer to `prompt_ids`, ending with an end token or after `max_new_tokens`."""
+    """One answer to `prompt_ids`, ending with an end token or after `max_new_tokens`.
+
+    beside: what is drafted beside the drafter's tree, which must be its whole one; None: nothing.
+    """
+    assert beside is None or beside.tree == drafter.tree
     cache = DynamicCache(config=target.model.config.get_text_config())
     hidden_TD = target.hidden(torch.tensor([prompt_ids], device=target.device), past_key_values=cache, use_cache=True)[
         0
@@ -108,14 +115,17 @@ def speculative_decode(
 
     while answer[-1] not in end_ids and len(answer) < max_new_tokens:
         tokens = drafter.draft(hidden_D, answer[-1])
+        topology: Topology = drafter.tree
+        if beside is not None:
+            topology, tokens = beside.merged(tokens, [*prompt_ids, *answer])
         past = len(prompt_ids) + len(answer) - 1  # the root itself is not in the cache yet
-        hidden_nD = verify(target, drafter.tree, tokens, past, cache)
+        hidden_nD = verify(target, topology, tokens, past, cache)
         logits_nV = target.logits(hidden_nD)
 
         kept, accepted, node = [0], 0, 0
         while True:
             answer.append(choose(logits_nV[node]))
-            drafted = accepted_child(drafter.tree, tokens, node, answer[-1])
+            drafted = accepted_child(topology, tokens, node, answer[-1])
             accepted += drafted is not None
             if drafted is None or answer[-1] in end_ids or len(answer) == max_new_tokens:
                 break
@@ -130,23 +140,23 @@ def speculative_decode(
     return Decoded(answer, acceptance)
 
 
-def accepted_child(tree: Tree, tokens: Sequence[int], node: int, token: int) -> int | None:
+def accepted_child(topology: Topology, tokens: Sequence[int], node: int, token: int) -> int | None:
     """The acceptance rule: the child of `node` that carries `token`, which the target chose there; None: no draft does.
 
     `token` does not depend on the drafts, so neither does the distribution of the output, however it was chosen.
     """
-    return next((child for child in tree.children[node] if tokens[child] == token), None)
+    return next((child for child in topology.children[node] if tokens[child] == token), None)
 
 
-def verify(target: TargetModel, tree: Tree, tokens: Sequence[int], past: int, cache: DynamicCache) -> Tensor:
+def verify(target: TargetModel, topology: Topology, tokens: Sequence[int], past: int, cache: DynamicCache) -> Tensor:
     """Hidden states [n, D] of all nodes in one pass; `cache` holds `past` tokens before it and past + n after it."""
-    n = tree.num_nodes
+    n = topology.num_nodes
     # every node sees the past, its ancestors and itself
-    mask_nT = torch.cat([torch.ones(n, past, dtype=torch.bool), tree.mask_nn], dim=1)
+    mask_nT = torch.cat([torch.ones(n, past, dtype=torch.bool), topology.mask_nn], dim=1)
     return target.hidden(
         torch.tensor([tokens], device=target.device),
         attention_mask=mask_nT[None, None].to(target.device),
-        position_ids=(past + tree.depths_n)[None].to(target.device),
+        position_ids=(past + topology.depths_n)[None].to(target.device),
         past_key_values=cache,
         use_cache=True,
     )[0]
@@ -201,6 +211,7 @@ def prove(
     cache: Cache,
     documents: Sequence[Document],
     max_new_tokens: int,
+    beside: Beside | None = None,
 ) -> Proof:
     """Decode the prompt of every document. They must hold one answer each, which `target` gave greedily in fp32."""
     other_output, other_counts, tokens = [], [], 0
@@ -213,11 +224,15 @@ def prove(
                 f"document {document.id} is {document.sampling['mode']} {document.dtype} text: the proof is for greedy "
                 "float32 text; generate it with generate.heldout_dtype=float32 and generate.temperature=0"
             )
-        ids = cache.token_ids(document).tolist()
-        prompt_ids, answer_ids = ids[: document.prompt_length], ids[document.prompt_length :]
-        result = speculative_decode(target, drafter, prompt_ids, max_new_tokens, end_ids)
+        ids_T, start = cache.token_ids(document), document.prompt_length
+        prompt_ids, answer_ids = ids_T[:start].tolist(), ids_T[start:].tolist()
+        result = speculative_decode(target, drafter, prompt_ids, max_new_tokens, end_ids, beside=beside)
         ranks = answer_ranks(drafter.speculator, cache, [document])
-        expected = replay(ranks, drafter.tree)
+        if beside is None:
+            expected = replay(ranks, drafter.tree)
+        else:
+            texts = [Text(ids_T, start, document.id, None, None, None)] * len(ranks)  # none of an answer of one token
+            expected = walk_all(beside.accepted(texts, ranks)).acceptance
         tokens += len(result.answer_ids)
         decoded, replayed = decoded + result.acceptance, replayed + expected
         if result.answer_ids != answer_ids:

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from medusa_k25.serving.beside_files import open_beside
 from medusa_k25.serving.formats import ServedFolder, lm_head_fingerprint, open_served
 from medusa_k25.target import Target
 from medusa_k25.tree import Tree
@@ -68,16 +69,19 @@ def settle(server_args: Any) -> None:
         heads_folder(a.speculative_draft_model_path, a.speculative_draft_model_revision), compat.vocab_size_of(a)
     )
     compare_with_target(served, a.model_path)
-    tree = tree_to_serve(served, compat.verify_backend(a), compat.uses_mla(a), a.page_size)
+    found = open_beside(served, served.file.parent, served.vocab_size)
+    tree = tree_to_serve(served, compat.verify_backend(a), compat.uses_mla(a), a.page_size, branches=found is not None)
+    beside = found.beside if found is not None and tree is served.tree else None
     if a.speculative_num_draft_tokens not in (None, tree.num_nodes):
         raise ValueError(
             f"--speculative-num-draft-tokens {a.speculative_num_draft_tokens}: the exported tree has {tree.num_nodes} "
             "nodes; leave the option out, or export another tree with num_nodes=... or tree=..."
         )
     a.speculative_num_draft_tokens = tree.num_nodes
-    a.speculative_num_steps = max(tree.depth, 1)
+    a.speculative_num_steps = max(tree.depth if beside is None else beside.depth, 1)
     # 2 says "a tree" to fa3; the width itself would only make SGLang reserve that much more of the KV cache
-    a.speculative_eagle_topk = 1 if tree.width <= 1 else 2
+    # Beside a chain, too, a continuation makes a tree; the worker looks here whether it is to draft one.
+    a.speculative_eagle_topk = 1 if tree.width <= 1 and beside is None else 2
     a.enable_mixed_chunk = False
     if a.max_running_requests is None:
         a.max_running_requests = 48
@@ -93,7 +97,8 @@ def judge_heads(server_args: Any, *args: Any, **kwargs: Any) -> None:
         if Path(path).is_dir():
             from medusa_k25.serving.sglang import compat
 
-            open_served(Path(path), compat.vocab_size_of(server_args))
+            served = open_served(Path(path), compat.vocab_size_of(server_args))
+            open_beside(served, Path(path), served.vocab_size)
         elif Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:  # no name on the hub
             raise ValueError(
                 f"--speculative-draft-model-path {path}: there is no such folder; give one that medusa_k25.export wrote"
@@ -109,10 +114,11 @@ def heads_folder(path: str, revision: str | None) -> Path:
     return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json", "*.safetensors"]))
 
 
-def tree_to_serve(served: ServedFolder, backend: str, mla: bool, page_size: int | None) -> Tree:
-    """The exported tree, or its chain part where the attention backend takes no tree and the export allows that."""
+def tree_to_serve(served: ServedFolder, backend: str, mla: bool, page_size: int | None, branches: bool = False) -> Tree:
+    """The exported tree itself, or its chain part where the attention backend takes no tree and the export allows
+    that. branches: passes verify more than the tree's own paths, even if it is a chain."""
     tree = served.tree
-    if tree.width <= 1:
+    if tree.width <= 1 and not branches:
         return tree
     attention = "MLA" if mla else "MHA"
     if backend not in TREE_BACKENDS[attention]:

@@ -41,22 +41,27 @@ class EngineTree:
         self.index_Nn = torch.arange(max_requests * n, device=device).view(max_requests, n)
 
     def full_mask(self, lengths: list[int]) -> Tensor:
-        """For requests of `lengths` tokens: rows over the past and the tree, request by request, bool, flat.
-
-        Request i has n rows of lengths[i] + n: every node sees the past, its ancestors and itself.
-        """
-        n = self.num_nodes
-        mask = torch.ones(sum(n * (length + n) for length in lengths), dtype=torch.bool, device=self.mask_nn.device)
-        start = 0
-        for length in lengths:
-            stop = start + n * (length + n)
-            mask[start:stop].view(n, length + n)[:, length:] = self.mask_nn
-            start = stop
-        return mask
+        """`full_mask` where all requests verify this tree."""
+        return full_mask(self.mask_nn.expand(len(lengths), -1, -1), lengths)
 
     def tree_mask(self, num_requests: int) -> Tensor:
         """The tree's part alone, request by request, bool, flat."""
         return self.mask_nn.repeat(num_requests, 1, 1).flatten()
+
+
+def full_mask(mask_Nnn: Tensor, lengths: list[int]) -> Tensor:
+    """For requests of `lengths` tokens: rows over the past and the tree, request by request, bool, flat.
+
+    Request i has n rows of lengths[i] + n: every node sees the past, its ancestors and itself.
+    """
+    n = mask_Nnn.shape[1]
+    mask = torch.ones(sum(n * (length + n) for length in lengths), dtype=torch.bool, device=mask_Nnn.device)
+    start = 0
+    for mask_nn, length in zip(mask_Nnn, lengths, strict=True):
+        stop = start + n * (length + n)
+        mask[start:stop].view(n, length + n)[:, length:] = mask_nn
+        start = stop
+    return mask
 
 
 @dataclass(frozen=True)

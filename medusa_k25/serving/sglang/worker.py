@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from medusa_k25.heads import kind_of
+from medusa_k25.serving.beside_files import open_beside
 from medusa_k25.serving.formats import open_served
 from medusa_k25.serving.sglang.algorithm import heads_folder
+from medusa_k25.serving.sglang.beside import EngineBeside
 from medusa_k25.serving.sglang.compat import (
     BaseSpecWorker,
     CaptureHiddenMode,
@@ -43,7 +45,7 @@ from medusa_k25.serving.sglang.compat import (
     prepare_mamba_track_for_verify,
     record_stream_for_v2_verify,
 )
-from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, Ranks, Shard
+from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, Ranks, Shard, full_mask
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,9 @@ class MedusaWorker(BaseSpecWorker):
         # the server's settings say whether the whole tree is served or, on this attention backend, its chain part
         self.tree = opened.tree if opened.tree.num_nodes == self.num_nodes else opened.tree.chain_part
         assert self.tree.num_nodes == self.num_nodes
+        found = open_beside(opened, folder, opened.vocab_size) if spec.speculative_eagle_topk > 1 else None
+        self.loaded_beside = None if found is None else found.load()
+        self.vocab_size, self.rank = opened.vocab_size, ranks.rank
         if ranks.rank == 0:
             logger.info(
                 "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, from %s",
@@ -107,6 +112,22 @@ class MedusaWorker(BaseSpecWorker):
         row = self.req_to_token_pool.req_to_token.shape[1]
         assert row >= self.model_runner.model_config.context_len + get_alloc_reserve_per_decode()  # room_for_two_trees
         self.engine_tree = EngineTree(self.tree, self.model_runner.max_running_requests, self.device)
+        self.beside = None
+        if self.loaded_beside is not None:
+            places = self.req_to_token_pool.req_to_token.shape[0]
+            # after a pass its accepted tokens, and their padding, are written behind the root
+            size = row + self.num_nodes + 1
+            self.beside = EngineBeside(self.loaded_beside, places, size, self.vocab_size, self.device)
+            if self.rank == 0:
+                logger.info(
+                    "MEDUSA: %d of the %d nodes of a pass go to what followed the last tokens before; %.1f MB for the "
+                    "texts of %d requests of %d tokens and the table of answers",
+                    self.loaded_beside.chain,
+                    self.num_nodes,
+                    self.beside.nbytes / 1e6,
+                    places,
+                    size,
+                )
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None, pp_proxy_tensors: Any = None
@@ -130,6 +151,14 @@ class MedusaWorker(BaseSpecWorker):
         if asked.is_last():  # what the scheduler then expects
             result.logits_output.hidden_states = hidden_ND
         accept_lens_N = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
+        if self.beside is not None:
+            for row, (req, prefix, extend) in enumerate(
+                zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+            ):
+                ids = req.origin_input_ids + req.output_ids  # of a retracted request what it had generated, too
+                if prefix + extend == len(ids):  # not before the last chunk
+                    self.beside.begin(batch.req_pool_indices, row, ids)
+            self.beside.extend(batch.req_pool_indices, new_lengths_N, result.next_token_ids[:, None])
         return self._drafted(
             result, result.next_token_ids, accept_lens_N, new_lengths_N, hidden_ND, result.next_token_ids
         )
@@ -170,6 +199,8 @@ class MedusaWorker(BaseSpecWorker):
         hidden_ND, root_N = output.hidden_states[last_N], chosen[last_N]
         if batch.return_hidden_states:  # the scheduler expects a row an emitted token
             output.hidden_states = output.hidden_states[accepted_Nn.flatten().clamp(min=0).long()]
+        if self.beside is not None:  # behind the root, which is known
+            self.beside.extend(batch.req_pool_indices, batch.seq_lens + 1, chosen[accepted_Nn])
         batch.forward_mode = ForwardMode.DECODE
         return self._drafted(result, chosen[accepted_Nn].flatten(), accept_lens_N, new_lengths_N, hidden_ND, root_N)
 
@@ -186,13 +217,23 @@ class MedusaWorker(BaseSpecWorker):
         )
         prepare_mamba_track_for_verify(batch)
         only_tree = default_tree_mask_mode() == TreeMaskMode.QLEN_ONLY
+        tokens = batch.spec_info.accept_tokens
+        if self.beside is not None:
+            own = self.beside.verified(tokens.view(N, n), batch.req_pool_indices, batch.seq_lens + 1)
+            mask = own.mask_Nnn.flatten() if only_tree else full_mask(own.mask_Nnn, batch.seq_lens_cpu.tolist())
+            tokens, depths_Nn = own.tokens_Nn.flatten(), own.depths_Nn
+            next_token_Nn, next_sibling_Nn = own.next_token_Nn, own.next_sibling_Nn
+        else:
+            mask = tree.tree_mask(N) if only_tree else tree.full_mask(batch.seq_lens_cpu.tolist())
+            depths_Nn = tree.depths_n
+            next_token_Nn, next_sibling_Nn = tree.next_token_Nn[:N], tree.next_sibling_Nn[:N]
         return MedusaVerifyInput(
-            draft_token=batch.spec_info.accept_tokens,
-            custom_mask=tree.tree_mask(N) if only_tree else tree.full_mask(batch.seq_lens_cpu.tolist()),
-            positions=(batch.seq_lens[:, None] + tree.depths_n).flatten(),
+            draft_token=tokens,
+            custom_mask=mask,
+            positions=(batch.seq_lens[:, None] + depths_Nn).flatten(),
             retrieve_index=tree.index_Nn[:N],
-            retrieve_next_token=tree.next_token_Nn[:N],
-            retrieve_next_sibling=tree.next_sibling_Nn[:N],
+            retrieve_next_token=next_token_Nn,
+            retrieve_next_sibling=next_sibling_Nn,
             draft_token_num=n,
         )
 
