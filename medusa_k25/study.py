@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from medusa_k25.acceptance import BOTH, CHAIN, TREE, Evaluator, HeadsTree, Replayed, accuracy, ranks_of
+from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, CHAIN, TREE, Evaluator, HeadsTree, Replayed, accuracy, ranks_of
 from medusa_k25.cache import Cache
 from medusa_k25.chat import think_ids_of
 from medusa_k25.checkpoint import HeadsCheckpoint, complete_checkpoints, find_checkpoint, load_heads, step_of
@@ -113,7 +113,7 @@ def main(cfg: DictConfig) -> None:
     }
     runs = [run for some in designs.values() for run in some]
     replays = {
-        run.folder: replay_run(run, target, cache, evaluator, replayed, parts)
+        run.folder: replay_run(run, target, cache, evaluator, texts["train"], replayed, parts)
         for run in tqdm(runs, desc="replay", unit="run", leave=False)
     }
 
@@ -191,6 +191,7 @@ def replay_run(
     target: Target,
     cache: Cache,
     evaluator: Evaluator,
+    train: Sequence[Text],
     replayed: Replayed,
     parts: Mapping[str, Tensor],
 ) -> Replay:
@@ -200,10 +201,10 @@ def replay_run(
     ranks = kept_ranks(checkpoint, target, cache, replayed)
     measured: dict[Key, Measured] = {}
     flops: dict[tuple[str, int], int] = {}
-    # without training text there is no corpus to build again: what needs no heads was measured once for all runs
-    for predictor in evaluator.predictors([], replayed, ranks):
-        if predictor.name in (CHAIN, TREE, BOTH):
-            sizes = [n for n in evaluator.sizes(predictor) if predictor.name != BOTH or n in BESIDE_SIZES]
+    for predictor in evaluator.predictors(train, replayed, ranks):  # what needs no heads is measured once for all runs
+        if predictor.name in (CHAIN, TREE, BOTH, BOTH_ANSWERS):
+            beside = predictor.name in (BOTH, BOTH_ANSWERS)
+            sizes = [n for n in evaluator.sizes(predictor) if not beside or n in BESIDE_SIZES]
             measured |= measure(replayed, parts, predictor, sizes)
             if isinstance(predictor, HeadsTree):
                 M = len(checkpoint.vocabulary)

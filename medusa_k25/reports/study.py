@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_k25.acceptance import BOTH, CHAIN, TREE
+from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, CHAIN, TREE
 from medusa_k25.designs import CALM, EVERY
 from medusa_k25.reports.evaluation import Gallery
 from medusa_k25.reports.page import html_page, new_axes, table
@@ -83,6 +83,7 @@ def lengths_table(
         "chain": (CHAIN, 0),
         **{f"{nodes} nodes": (TREE, nodes) for nodes in TREE_SIZES},
         **{f"{nodes} with lookup": (BOTH, nodes) for nodes in BESIDE_SIZES},
+        **{f"{nodes} with lookup + answers": (BOTH_ANSWERS, nodes) for nodes in BESIDE_SIZES},
     }
     rows = []
     for design in section["designs"]:
