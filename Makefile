@@ -6,6 +6,7 @@ RUN := $(VENV)/bin/python
 PIP_FLAGS := -qq --disable-pip-version-check
 PIP := $(RUN) -m pip $(PIP_FLAGS)
 HEADS := runs/smol_4heads/export/model.safetensors
+RESIDUAL := runs/smol_residual/report.json
 
 # SGLANG=0.5.20 make test-engines-sglang chooses a version: those that constraints/ lists.
 SGLANG ?= 0.5.23
@@ -39,6 +40,10 @@ heads: $(STAMP)
 $(HEADS):
 	$(MAKE) heads
 
+# The one type that vLLM loads, for its tests.
+$(RESIDUAL): | $(HEADS)
+	$(RUN) -m medusa_k25.train name=smol_residual heads=residual cache=runs/smol_4heads/cache trainer.max_steps=120
+
 # Two tests at once, whatever the machine: some of them start two ranks. A file stays together, with what it prepares.
 test: $(STAMP)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -49,7 +54,7 @@ test-engines:
 	$(MAKE) -j2 -Otarget test-engines-sglang test-engines-vllm
 
 # Heads first: they take longest.
-engines-ready: $(HEADS) $(SGLANG_STAMP) $(VLLM_STAMP)
+engines-ready: $(HEADS) $(RESIDUAL) $(SGLANG_STAMP) $(VLLM_STAMP)
 
 # The project is installed as users do it, but for the build tool, which is there already.
 INSTALL_IN_SGLANG := .venv-sglang/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e . -e tests/engines/sglang/stand_ins
@@ -58,7 +63,7 @@ test-engines-sglang: $(HEADS) $(SGLANG_STAMP)
 	$(INSTALL_IN_SGLANG)
 	.venv-sglang/bin/python -m pytest tests/engines/sglang
 
-test-engines-vllm: $(HEADS) $(VLLM_STAMP)
+test-engines-vllm: $(RESIDUAL) $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pip $(PIP_FLAGS) install --no-deps --no-build-isolation -e .
 	.venv-vllm/bin/python -m pytest tests/engines/vllm
 

@@ -94,8 +94,7 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
     )
     verdict = judge(evidence.passes, candidates, evidence.target, *place, sampled, types)
 
-    ours = [row.candidate for row in verdict.rows if row.candidate in own]
-    chosen = next((candidate for candidate in ours if candidate.served), ours[0])
+    chosen = next(row.candidate for row in verdict.rows if row.candidate in own)
     by_name = {predictor.name: predictor for predictor in predictors}
     section = {
         **evidence.made_from,

@@ -262,18 +262,6 @@ def test_a_verdict_is_json() -> None:
     assert found["rows"][0]["candidate"]["length"]["mean"] == 2.2
 
 
-def test_what_no_engine_serves_is_no_answer() -> None:
-    ahead = replace(chain(2.6, 2.5, 2.7, name="heads + n-gram lookup"), served=False)
-    found = verdict(ahead, chain(1.9, 1.8, 1.95))
-    assert found.rows[0].candidate == ahead  # the table has it all the same
-    assert found.sentence.startswith("Nothing pays: the best is Medusa chain with 4 nodes")
-    assert found.sentence.endswith(
-        "heads + n-gram lookup with 4 nodes would be faster, 104.0 tokens/s (100.0 to 108.0): pays; it is replayed "
-        "only, no engine serves it yet."
-    )
-    assert "pays, replayed only" in found.text()
-
-
 def row(nodes: int, calibration: float, heldout: float) -> Row:
     counts = [Acceptance(1, 1000, round(1000 * length), {}) for length in (heldout, calibration)]
     return Row("heads, tree", nodes, None, counts[0], counts[0], (heldout - 0.1, heldout + 0.1), (1, 2), counts[1])

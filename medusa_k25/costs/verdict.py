@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, Row
+from medusa_k25.acceptance import Row
 from medusa_k25.costs.cycle import (
     EXTRAPOLATED,
     FROM_PARTS,
@@ -42,8 +42,8 @@ class Candidate:
     """A predictor that verifies `nodes` tokens a pass, and what it accepts.
 
     published: by its makers, on their text, and then the interval of its length is the range over their tasks; else
-    replayed on yours. drafting_known: else drafting is taken as nothing. launch: the command that serves it. served:
-    whether an engine can do it today. others: who else measured an acceptance length, and which.
+    replayed on yours. drafting_known: else drafting is taken as nothing. launch: the command that serves it. others:
+    who else measured an acceptance length, and which.
     """
 
     predictor: str
@@ -54,7 +54,6 @@ class Candidate:
     source: str = ""
     licence: str = ""
     launch: str = ""
-    served: bool = True
     drafting_known: bool = True
     others: tuple[str, ...] = ()
 
@@ -119,7 +118,6 @@ class Verdict:
                 f"{speed.cycle.ms:5.1f} ms {speed.cycle.basis:<12}  "
                 f"{speed.tok_s:7.1f} ({speed.low_tok_s:5.1f} to {speed.high_tok_s:5.1f})  {speed.ratio:5.2f}x "
                 f"{row.outcome}{', published' if row.candidate.published else ''}"
-                f"{'' if row.candidate.served else ', replayed only'}"
             )
         lines += ["", self.sentence, "", "acceptance length from which speculation pays"]
         if any(each.basis == FROM_PARTS for each in self.break_even):
@@ -188,7 +186,6 @@ def fastest_candidates(
                 best.num_nodes,
                 Length.around(best.every.length, best.interval),
                 drafting(best.num_nodes),
-                served=predictor not in (BOTH, BOTH_ANSWERS),
             )
         )
     return candidates
@@ -290,9 +287,7 @@ def _outcome(candidate: Candidate, speed: Speed) -> str:
 
 
 def _sentence(rows: Sequence[VerdictRow], baseline: float) -> str:
-    """Of rows that are sorted by tokens a second; what no engine serves comes at the end."""
-    replayed = [row for row in rows if not row.candidate.served]
-    rows = [row for row in rows if row.candidate.served] or rows
+    """Of rows that are sorted by tokens a second."""
     best = rows[0]
     paying = next((row for row in rows if row.outcome == PAYS), None)
     close = next((row for row in rows if row.outcome == TOO_CLOSE), None)
@@ -324,11 +319,6 @@ def _sentence(rows: Sequence[VerdictRow], baseline: float) -> str:
         if own is not None:
             more = "" if own.outcome == PAYS else f"; {_turning(own)}"
             text += f" The best on your own text is {_name(own)} at {_speed(own)}{_if(own)}: {own.outcome}{more}."
-    if replayed and replayed[0].speed.tok_s > best.speed.tok_s:
-        text += (
-            f" {_name(replayed[0])} would be faster, {_speed(replayed[0])}{_if(replayed[0])}: {replayed[0].outcome}; "
-            "it is replayed only, no engine serves it yet."
-        )
     return text
 
 

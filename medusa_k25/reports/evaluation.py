@@ -122,7 +122,7 @@ def verdict_table(verdict: Mapping[str, Any]) -> str:
     for row in verdict["rows"]:
         candidate, speed = row["candidate"], row["speed"]
         cycle = speed["cycle"]
-        remark = "published" if candidate["published"] else "" if candidate["served"] else "replayed only"
+        remark = "published" if candidate["published"] else ""
         rows.append(
             [
                 candidate["predictor"],

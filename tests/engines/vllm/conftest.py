@@ -1,6 +1,7 @@
-"""The demo's heads and cache, and a vLLM engine to serve them; run in vLLM's own environment.
+"""Medusa-1 heads on the demo's cache, which vLLM can hold, and a vLLM engine to serve them; run in its own environment.
 
-Needs runs/smol_4heads, which `make demo` makes, and the converted SmolLM2 in MEDUSA_K25_HOME.
+Needs runs/smol_4heads and runs/smol_residual, which `make engines-ready` makes, and the converted SmolLM2 in
+MEDUSA_K25_HOME.
 """
 
 import json
@@ -21,12 +22,12 @@ from medusa_k25.target import Target
 from medusa_k25.target_builders import smollm2
 
 ROOT = Path(__file__).parents[3]
-RUN = ROOT / "runs" / "smol_4heads"
+RUN, RESIDUAL = ROOT / "runs" / "smol_4heads", ROOT / "runs" / "smol_residual"
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo left: its target, its cache, its best heads and its held-out answers."""
+    """The demo's target, cache and held-out answers, and residual heads."""
 
     target: Target
     cache: Cache
@@ -36,12 +37,13 @@ class Demo:
 
 @pytest.fixture(scope="session")
 def demo() -> Demo:
-    assert RUN.is_dir(), f"{RUN} is missing: run `make demo` first"
+    for run in (RUN, RESIDUAL):
+        assert run.is_dir(), f"{run} is missing: run `make engines-ready` first"
     target = smollm2()
     cache = Cache.open(RUN / "cache", target)
     heldout = [d for d in documents_of(cache, "heldout") if (d.sampling["mode"], d.dtype) == ("greedy", "float32")]
     assert len(heldout) >= 20
-    return Demo(target, cache, load_heads(find_checkpoint(RUN / "checkpoints", "best")), heldout)
+    return Demo(target, cache, load_heads(find_checkpoint(RESIDUAL / "checkpoints", "best")), heldout)
 
 
 @dataclass(frozen=True)
