@@ -1,19 +1,23 @@
 """What every type of heads has to do: one test for all, by the names that checkpoints carry."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hydra.utils import instantiate
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
 
 from medusa_k25.checkpoint import write_heads
 from medusa_k25.config import compose
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.heads import HEADS, DraftVocabulary, Embeddings, Heads, ResidualRootHeads
+from medusa_k25.heads.base import zeroed
 from medusa_k25.serving.card import model_card
 from medusa_k25.serving.formats import MAX_PARTS, export_heads
 from medusa_k25.tree import Tree
@@ -87,7 +91,8 @@ def test_a_head_reads_no_token_beyond_its_guess(kind: str) -> None:
         other_NK[:, column] = (other_NK[:, column] + 1) % V
         same_K = [torch.equal(*pair) for pair in zip(features_KND, heads(hidden_ND, other_NK, embed), strict=True)]
         reads = {"state": 0, "root": 1, "path": K}[heads.reads]
-        assert same_K == [k < column + 1 or column >= reads for k in range(1, K + 1)]
+        assert all(same_K[:column]) and same_K[column] == (column >= reads)
+        assert all(same_K) == (column >= reads)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -307,3 +312,23 @@ def test_heads_of_a_new_type_need_no_new_format(tmp_path: Path, monkeypatch: pyt
     fresh = NewHeads(D, K, num_parts=5)
     assert "new heads copied" in warm_start(fresh, VOCABULARY, tmp_path, 1.0)
     assert torch.equal(fresh.parts, heads.parts)
+
+
+def test_the_page_on_adding_a_type_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its example passes the tests above."""
+    page = (Path(__file__).parents[1] / "notes" / "head_types.md").read_text()
+    code, _, text = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)
+    names = {"Heads": Heads, "zeroed": zeroed, "silu": silu, "torch": torch, "nn": nn, "Tensor": Tensor}
+    found: dict[str, Any] = {}
+    exec(code, names | {"Sequence": Sequence}, found)
+    kind: type[Heads] = found["LastTokenHeads"]
+    monkeypatch.setitem(HEADS, "last_token", kind)
+    test_before_training_every_logit_is_the_targets("last_token", own=False)
+    test_before_training_every_logit_is_the_targets("last_token", own=True)
+    test_every_parameter_learns("last_token")
+    test_gradients_are_those_of_the_function("last_token")
+    test_a_head_reads_no_token_beyond_its_guess("last_token")
+    test_it_learns_what_it_can_see("last_token")
+    given = yaml.safe_load(text)
+    assert given.pop("_target_") == "medusa_k25.heads.LastTokenHeads" and given.pop("_partial_")
+    assert isinstance(kind(D, draft_vocab_size=M, **given), Heads)
