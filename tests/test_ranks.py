@@ -53,6 +53,8 @@ def job(cache, tiny_k25):
             "data.batch_size=4",
             "optimizer.lr=0.01",
         ]
+        if not any(override.startswith("heads=") for override in overrides):
+            shared.append("heads=residual")
         return {"overrides": [*shared, *overrides], **what}
 
     return make

@@ -59,6 +59,7 @@ def config_of(cache, tiny_k25):
                 "data.window=16",
                 "data.batch_size=4",
                 "optimizer.lr=0.01",
+                *([] if any(override.startswith("heads=") for override in overrides) else ["heads=residual"]),
                 *overrides,
             ]
         )

@@ -95,7 +95,7 @@ def test_the_installed_package_shows_its_help_and_trains_the_k25_experiment_on_a
     train = ["train", *common, "trainer.max_steps=3", "data.num_workers=0"]
     verbs = (["train", "--help"], train, *([verb, *common] for verb in ("evaluate", "export", "decode")))
     shown = run(python, "-c", VERBS.format(verbs=verbs), cwd=tmp_path)
-    assert "exp: k25_4heads, k25_4heads_kd, k25_nvl8_multinode, smol_4heads" in shown
+    assert "exp: k25_4heads, k25_4heads_kd, k25_nvl8_multinode, smol_4heads, study" in shown
     assert "acceptance length on held-out text" in shown
     run_dir = tmp_path / "runs" / "k25_4heads"
     assert (run_dir / "checkpoints" / "step-000003" / "trainer.ckpt").is_dir()  # DeepSpeed's are folders
