@@ -133,10 +133,12 @@ def write_study_page(folder: Path) -> Path:
     """study.html and study_pictures/*.png in the study's folder, from its report.json."""
     section = read_report(folder)["study"]
     gallery = Gallery(folder / "study_pictures")
+    most = max(design["share"] for design in section["designs"])
+    compared = [design for design in section["designs"] if design["share"] == most]  # the others are points of a curve
     pictures = [
         gallery.show(
             f"nodes_{'all' if part == EVERY else 'without_loops'}",
-            draw_nodes(section["designs"], part),
+            draw_nodes(compared, part),
             f"Tokens a cycle against the nodes that a pass verifies, trees of heads, {part}; the bands are 95% "
             "intervals over seeds and documents.",
         )
@@ -193,6 +195,9 @@ def draw_learning_curves(curves: Mapping[str, Sequence[Point]]) -> "Figure":
     for i, (name, points) in enumerate(curves.items()):
         _draw_with_band(axes, points, COLOURS[i % len(COLOURS)], name)
     axes.set_xscale("log")
+    positions = sorted({point[0] for points in curves.values() for point in points})
+    axes.set_xticks(positions, [f"{count / 1000:,.0f}K" for count in positions])
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("positions learnt from")
     axes.set_ylabel(f"tokens a cycle, {CURVE_NODES} nodes")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
