@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.ngram.beside import Beside
 from medusa_k25.ngram.table import AnswersTable
+from medusa_k25.serving import beside_files
 from medusa_k25.serving.beside_files import TABLE_FILE, open_beside, write_beside
 from medusa_k25.serving.formats import export_heads, load_served
 from medusa_k25.tree import Tree
@@ -106,3 +107,11 @@ def test_a_table_that_is_not_there_is_missed(tmp_path):
     (folder / TABLE_FILE).unlink()
     with pytest.raises(ValueError, match=r"lacks answers.safetensors"):
         read(folder)
+
+
+def test_a_table_that_no_server_would_read_is_not_written(tmp_path, monkeypatch):
+    folder, beside = exported(tmp_path, None), Beside(TREE, SMALLER, 2, table=table())
+    monkeypatch.setattr(beside_files, "MAX_TABLE_BYTES", 100)
+    with pytest.raises(ValueError, match="bytes, a server reads at most 100; lower corpus_tokens"):
+        write_beside(folder, beside)
+    assert read(folder) is None
