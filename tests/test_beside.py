@@ -66,7 +66,8 @@ def test_a_lookup_finds_only_what_is_there(table, some):
         found = (each.tolist() for each in table.lookup(torch.tensor(backwards)))
         for row, match, place in zip(backwards, *found, strict=True):
             assert match == 0 or everything[place - match : place] == row[:match][::-1]
-        table.hash_E = torch.zeros_like(table.hash_E)  # whatever the search finds is compared with the tokens
+        # whatever the search finds is compared with the tokens
+        table.hashes = {n: torch.zeros_like(hash_P) for n, hash_P in table.hashes.items()}
 
 
 def test_a_table_of_answers_that_are_too_short_is_refused():

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.ngram.beside import Beside
 from medusa_k25.ngram.table import AnswersTable
+from medusa_k25.serving import beside_files
 from medusa_k25.serving.beside_files import TABLE_FILE, open_beside, write_beside
 from medusa_k25.serving.formats import export_heads, load_served
 from medusa_k25.tree import Tree
@@ -42,9 +43,9 @@ def test_what_is_written_is_read(tmp_path, source):
     assert again.chain == 3
     assert (again.table is None) == (source is None)
     if source is not None:
-        for ours, theirs in ((source, again.table),):
-            assert ours.tokens_T.equal(theirs.tokens_T)
-            assert ours.hash_E.equal(theirs.hash_E) and ours.position_E.equal(theirs.position_E)
+        assert source.tokens_T.equal(again.table.tokens_T)
+        for n, positions_P in source.positions.items():
+            assert positions_P.equal(again.table.positions[n]) and source.hashes[n].equal(again.table.hashes[n])
     # an export without leaves nothing of it
     assert read(exported(tmp_path, None)) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -106,3 +107,11 @@ def test_a_table_that_is_not_there_is_missed(tmp_path):
     (folder / TABLE_FILE).unlink()
     with pytest.raises(ValueError, match=r"lacks answers.safetensors"):
         read(folder)
+
+
+def test_a_table_that_no_server_would_read_is_not_written(tmp_path, monkeypatch):
+    folder, beside = exported(tmp_path, None), Beside(TREE, SMALLER, 2, table=table())
+    monkeypatch.setattr(beside_files, "MAX_TABLE_BYTES", 100)
+    with pytest.raises(ValueError, match="bytes, a server reads at most 100; lower corpus_tokens"):
+        write_beside(folder, beside)
+    assert read(folder) is None

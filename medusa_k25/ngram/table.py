@@ -5,10 +5,14 @@ position behind it: of all its occurrences the one whose continuation is the mos
 is a binary search by hash and a comparison with the tokens themselves, so it never finds what is not there; it runs
 on any device and never waits for it.
 
-Letters: T tokens of all answers, N lookups, E n-grams, P positions of one length of n-gram.
+Letters: T tokens of all answers, N lookups, P positions of one length of n-gram.
 """
 
 from collections.abc import Sequence
+from copy import copy
+from functools import reduce
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,39 +26,42 @@ MAX_TOKENS = 2**31 - 1  # positions are int32
 class AnswersTable:
     """tokens_T: int32. positions: by the length of the n-gram int32 [P], where the token behind each stands.
 
-    Each position must have its n tokens before it; no n-gram has two.
+    Each position must have its n tokens before it; no n-gram has two. They are kept in the order of their `hashes`,
+    int64 [P].
     """
 
     def __init__(self, tokens_T: Tensor, positions: dict[int, Tensor]):
-        self.tokens_T, self.positions = tokens_T, positions
-        hashes, at = [], []
+        self.tokens_T = tokens_T
+        self.positions, self.hashes = dict[int, Tensor](), dict[int, Tensor]()
         for n, positions_P in positions.items():
+            at_P = positions_P.long()
             # the last token first, as `lookup` gets them
-            backwards_Pn = tokens_T[positions_P.long()[:, None] - torch.arange(1, n + 1, device=tokens_T.device)]
-            hashes.append(hashes_of(backwards_Pn)[:, -1])
-            at.append(positions_P)
-        # of two n-grams with one hash the search finds the first only
-        self.hash_E, order_E = torch.cat(hashes).sort(stable=True)
-        self.position_E = torch.cat(at)[order_E]
+            hash_P = reduce(mixed, (tokens_T[at_P - i] for i in range(1, n + 1)), torch.zeros_like(at_P))
+            # of two n-grams with one hash the search finds the first only
+            self.hashes[n], order_P = hash_P.sort(stable=True)
+            self.positions[n] = positions_P[order_P]
 
     @property
     def num_entries(self) -> int:
-        return len(self.position_E)
+        return sum(len(positions_P) for positions_P in self.positions.values())
 
     @property
     def nbytes(self) -> int:
         """In memory: 12 bytes an n-gram, 4 a token."""
-        return sum(tensor.nbytes for tensor in (self.tokens_T, self.hash_E, self.position_E))
+        return sum(each.nbytes for each in (self.tokens_T, *self.hashes.values(), *self.positions.values()))
 
     @property
     def room(self) -> int:
         """How many tokens there are from every position on, at least."""
-        return len(self.tokens_T) - int(self.position_E.max())
+        return len(self.tokens_T) - max(int(each_P.max()) for each_P in self.positions.values() if len(each_P))
 
     def to(self, device: torch.device | str) -> "AnswersTable":
-        return AnswersTable(
-            self.tokens_T.to(device), {n: positions_P.to(device) for n, positions_P in self.positions.items()}
-        )
+        """The same table there. Moved, not built again: that would take several times its memory for a while."""
+        moved = copy(self)
+        moved.tokens_T = self.tokens_T.to(device)
+        moved.positions = {n: positions_P.to(device) for n, positions_P in self.positions.items()}
+        moved.hashes = {n: hash_P.to(device) for n, hash_P in self.hashes.items()}
+        return moved
 
     def lookup(self, backwards_Nn: Tensor) -> tuple[Tensor, Tensor]:
         """(length of the longest n-gram that is there, position behind it), int64 [N] each; length 0: none.
@@ -63,17 +70,16 @@ class AnswersTable:
         negative where the text has no more.
         """
         longest = backwards_Nn.shape[1]
-        hash_Nn = hashes_of(backwards_Nn)
-        match_N = torch.zeros_like(hash_Nn[:, 0])
+        match_N = torch.zeros_like(backwards_Nn[:, 0], dtype=torch.int64)
         next_N = torch.zeros_like(match_N)
-        for n in self.positions:
-            if n > longest:
+        hashes = list(accumulate(backwards_Nn.unbind(dim=1), mixed, initial=match_N))
+        for n, positions_P in self.positions.items():
+            if n > longest or not len(positions_P):
                 continue
-            entry_N = torch.searchsorted(self.hash_E, hash_Nn[:, n - 1].contiguous()).clamp(max=self.num_entries - 1)
-            at_N = self.position_E[entry_N].long()
-            place_Nn = at_N[:, None] - torch.arange(1, n + 1, device=at_N.device)
-            before_Nn = self.tokens_T[place_Nn.clamp(min=0)].masked_fill(place_Nn < 0, -1)  # that of a shorter n-gram
-            same_N = (before_Nn == backwards_Nn[:, :n]).all(dim=1) & (backwards_Nn[:, n - 1] >= 0)
+            entry_N = torch.searchsorted(self.hashes[n], hashes[n]).clamp(max=len(positions_P) - 1)
+            at_N = positions_P[entry_N].long()
+            before_Nn = self.tokens_T[at_N[:, None] - torch.arange(1, n + 1, device=at_N.device)]
+            same_N = (before_Nn == backwards_Nn[:, :n]).all(dim=1)
             match_N = torch.where(same_N, n, match_N)
             next_N = torch.where(same_N, at_N, next_N)
         return match_N, next_N
@@ -102,22 +108,16 @@ class AnswersTable:
         positions = {}
         for n in LENGTHS:
             position_P = position_T[(position_T >= start_T + n) & (position_T + ahead <= stop_T)]
-            hash_P = np.zeros(len(position_P), dtype=np.int64)
-            for i in range(1, n + 1):
-                hash_P = hash_P * FACTOR + tokens_T[position_P - i] + 1
+            grams = (tokens_T[position_P - i] for i in range(1, n + 1))
+            hash_P = reduce(mixed, grams, np.zeros(len(position_P), dtype=np.int64))
             chosen = most_frequent(tokens_T, position_P, hash_P, ahead)
             positions[n] = torch.from_numpy(chosen.astype(np.int32))
         return cls(torch.from_numpy(tokens_T), positions)
 
 
-def hashes_of(backwards_Nn: Tensor) -> Tensor:
-    """int64 [N, n]: in column i the hash of the last i + 1 tokens; backwards_Nn: the last token first."""
-    hash_N = torch.zeros_like(backwards_Nn[:, 0], dtype=torch.int64)
-    columns = []
-    for token_N in backwards_Nn.long().unbind(dim=1):
-        hash_N = hash_N * FACTOR + token_N + 1
-        columns.append(hash_N)
-    return torch.stack(columns, dim=1)
+def mixed(hash_N: Any, token_N: Any) -> Any:
+    """The hash, int64 [N], of an n-gram and the token before it, from the n-gram's: 0 of none. Of torch or NumPy."""
+    return hash_N * FACTOR + token_N + 1
 
 
 def most_frequent(tokens_T: np.ndarray, position_P: np.ndarray, gram_P: np.ndarray, ahead: int) -> np.ndarray:

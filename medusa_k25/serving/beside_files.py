@@ -25,20 +25,32 @@ TABLE_FILE = "answers.safetensors"
 SOURCES = ("lookup", "answers")
 TOKENS = "tokens"
 POSITIONS = {n: f"positions.{n}" for n in LENGTHS}
-MAX_TABLE_BYTES = 4 << 30  # of the file; a server takes up to three times that. 10 M tokens of answers are 150 MB
+# Of the file: a server keeps up to three times that, and takes several times more for a moment as it sorts. 10 M tokens
+# of answers are 150 MB.
+MAX_TABLE_BYTES = 4 << 30
 
 
 def write_beside(folder: Path, beside: Beside | None) -> None:
-    """Add it to an export that was just written, and read it again; None: take away what an earlier export had."""
+    """Add it to an export that was just written; None: take away what an earlier export had.
+
+    ValueError for a table that is larger than any that is read.
+    """
     where, file = folder / "config.json", folder / TABLE_FILE
     config = read_json(where)
     table = None if beside is None else beside.table
     if beside is None and not file.exists():
         return
-    where.unlink()  # a folder with a config is a whole one
-    file.unlink(missing_ok=True)
+    tensors = {}
     if table is not None:
         tensors = {TOKENS: table.tokens_T} | {POSITIONS[n]: each for n, each in table.positions.items()}
+    if (total := sum(tensor.nbytes for tensor in tensors.values())) > MAX_TABLE_BYTES:
+        raise ValueError(
+            f"the table of answers takes {total:,} bytes, a server reads at most {MAX_TABLE_BYTES:,}; "
+            "lower corpus_tokens"
+        )
+    where.unlink()  # a folder with a config is a whole one
+    file.unlink(missing_ok=True)
+    if tensors:
         file.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
     if beside is not None:
         config["beside"] = {
