@@ -27,7 +27,8 @@ def main(cfg: DictConfig) -> None:
     folder = Path(cfg.export_dir)
     served = load_served(folder)
     found = open_beside(served, folder, target.vocab_size)
-    made_from = served.config.get("medusa_k25", {}).get("cache_fingerprint")  # not known of blank and of foreign heads
+    ours = served.config.get("medusa_k25")
+    made_from = ours.get("cache_fingerprint") if isinstance(ours, dict) else None  # blank and foreign heads have none
     if made_from is not None and not cfg.allow_other_cache:
         cache.refuse_other(made_from, cfg.export_dir)
     drafter = Drafter(Speculator.of(served.heads, served.vocabulary, target), served.tree)

@@ -211,8 +211,10 @@ def read_export(folder: Path) -> Source:
 
 
 def origin_of(config: Mapping[str, Any], unknown: str) -> str:
-    target = config.get("medusa_k25", {}).get("target")
-    return f"exported heads for {target['name']} ({target['revision']})" if target else unknown
+    ours = config.get("medusa_k25")
+    target = ours.get("target") if isinstance(ours, dict) else None
+    known = isinstance(target, dict) and {"name", "revision"} <= target.keys()
+    return f"exported heads for {target['name']} ({target['revision']})" if known else unknown
 
 
 def read_vllm(folder: Path, config: Mapping[str, Any]) -> Source:
