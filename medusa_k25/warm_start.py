@@ -213,8 +213,9 @@ def read_export(folder: Path) -> Source:
 def origin_of(config: Mapping[str, Any], unknown: str) -> str:
     ours = config.get("medusa_k25")
     target = ours.get("target") if isinstance(ours, dict) else None
-    known = isinstance(target, dict) and {"name", "revision"} <= target.keys()
-    return f"exported heads for {target['name']} ({target['revision']})" if known else unknown
+    if isinstance(target, dict) and {"name", "revision"} <= target.keys():
+        return f"exported heads for {target['name']} ({target['revision']})"
+    return unknown
 
 
 def read_vllm(folder: Path, config: Mapping[str, Any]) -> Source:
