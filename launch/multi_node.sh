@@ -14,8 +14,8 @@
 # JOIN_TIMEOUT_S how long to wait for the other machines, default 900
 # FABRIC, PYTHON as in single_node.sh
 #
-# Expected for Kimi-K2.5, four recurrent heads: what single_node.sh takes, divided by the machines at best and no faster
-# than the cache is read; gradients of 0.15 GB cross the network every step.
+# Expected for Kimi-K2.5, four recurrent heads: the minutes of single_node.sh (estimates) divided by the machines at best,
+# and no faster than the cache is read; gradients of 0.15 GB cross the network every step.
 # Output: the one run folder runs/NAME, written by machine 0.
 #
 # Ends as single_node.sh does: 0 trained, 75 stopped after a checkpoint, 130 Ctrl-C, 2 wrong command, else failed. A

