@@ -48,9 +48,10 @@ def drafting(hardware: Hardware, served: Served, heads: Heads, draft_vocab_size:
     """Of one request. `heads` may lie on the meta device.
 
     Heads that read the state alone multiply a rank's share of lm_head, then the ranks gather their best tokens. For all
-    others every rank holds the draft vocabulary's rows of lm_head and embeddings, so that the root's embedding is all
-    that is summed over ranks; heads that read the path evaluate lm_head once a depth, in rows as many as the nodes
-    there that have children, of which a tree of n nodes has n - 1 at most. Either message is no larger than a state.
+    others every rank holds the draft vocabulary's rows of lm_head, and for the path those of the embeddings; what is
+    summed over ranks is the root's embedding and one rank's state, 2 D numbers. Heads that read the path evaluate
+    lm_head once a depth, in rows as many as the nodes there that have children, of which a tree of n nodes has n - 1 at
+    most. What is gathered is taken to be as large as a state.
     """
     D, M, gpus = served.hidden_size, draft_vocab_size, max(hardware.gpus, 1)
     count = min(heads.num_heads, nodes - 1)
@@ -63,9 +64,10 @@ def drafting(hardware: Hardware, served: Served, heads: Heads, draft_vocab_size:
     flops = 2 * (sum(products) + count * lm_head + more_rows * (max(products) + lm_head))
     reading_s = read_bytes / (hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value)
     products_s = flops / (hardware.bf16_tflops.value * 1e12 * hardware.train_share.value)
-    collective_ms = hardware.allreduce_us(D * ITEM_BYTES) / 1000 if gpus > 1 else 0.0
+    message = (D if heads.reads == "state" else 2 * D) * ITEM_BYTES
+    collective_ms = hardware.allreduce_us(message) / 1000 if gpus > 1 else 0.0
     copied = M < served.vocab_size or shares < gpus  # else the target's own rows serve
-    rows = (0 if heads.own_lm_head else 1 / shares) + (heads.reads != "state")
+    rows = (0 if heads.own_lm_head else 1 / shares) + (in_turn and gpus > 1)
     features = sum(weight.numel() for name, weight in heads.named_parameters() if name != "lm_heads.weight")
     return Drafting(
         nodes,
