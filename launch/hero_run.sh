@@ -12,8 +12,9 @@
 # Several machines: NNODES, NODE_RANK, MASTER_ADDR as in multi_node.sh, the same command on each. Machine 0 verifies,
 # evaluates and exports; the others wait for it and train (JOIN_TIMEOUT_S, default 14400: longer than verifying takes).
 #
-# Expected for Kimi-K2.5, four heads, 74 M tokens (estimates): verifying reads the cache once on one core, 1.06 TB in an
-# hour; an epoch takes 13 minutes on 8 RTX PRO 6000, 7 on 8 H100 or H200, 3 on 8 B200; evaluating and exporting, minutes.
+# Expected for Kimi-K2.5, four recurrent heads, 74 M tokens (estimates): verifying reads the cache once on one core, 1.06
+# TB in an hour; 3.5 epochs take 7 minutes on 8 RTX PRO 6000, 4 on 8 H200, 3 on 8 B200; evaluating and
+# exporting, minutes.
 # Output: runs/NAME/ with checkpoints, metrics.csv, report.json, report.html and export/.
 #
 # Ends with 0 when everything is done, else with the status of the first step that was not: 75 when a signal (TERM, USR1)

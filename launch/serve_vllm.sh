@@ -13,7 +13,8 @@
 # PYTHON             default python3, to read HEADS/config.json; `vllm` must be in PATH
 #
 # The heads share no weights with the target here: every GPU holds them, and its share of a copy of lm_head.
-# With the heads of conf/exp/k25_4heads.yaml that is 0.41 GB, and 2.35 GB over all GPUs.
+# With four plain heads of Kimi-K2.5 over all its tokens that is 0.41 GB, and 2.35 GB over all GPUs; vLLM holds no
+# others.
 # For other targets take the command from HEADS/README.md.
 #
 # Ends with vLLM's status, with 2 when something here is wrong.
