@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from medusa_k25.checkpoint import SCORE, drop_superseded, write_heads
+from medusa_k25.checkpoint import SCORE, drop_superseded, waited_enough, write_heads
 from medusa_k25.data.datamodule import MedusaData
 from medusa_k25.data.labels import IGNORE
 from medusa_k25.data.windows import Batch
@@ -34,10 +34,6 @@ class Stopped(Exception):
 
     def __init__(self, signal_number: int):
         self.signal = signal.Signals(signal_number)
-
-
-def waited_enough(validations_since_best: int, patience: int | None) -> bool:
-    return patience is not None and validations_since_best >= patience
 
 
 class Checkpoints(Callback):

@@ -113,6 +113,11 @@ def read_record(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def waited_enough(validations_since_best: int, patience: int | None) -> bool:
+    """Whether a training ends early: see `patience` in conf/config.yaml."""
+    return patience is not None and validations_since_best >= patience
+
+
 def score(path: Path) -> float:
     """Speed on calibration text; below all others for a checkpoint of a run that was told to stop."""
     return read_record(path)["metrics"].get(SCORE, float("-inf"))

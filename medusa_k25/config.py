@@ -72,7 +72,7 @@ FREE = {
     "trainer.accumulate_grad_batches",
     "trainer.log_every_n_steps",
 }
-PROLONGS = "trainer.max_steps"  # free, for a run may be prolonged; but a setting of a study
+PROLONGS = {"trainer.max_steps", "patience"}  # free, for a run may be prolonged; but settings of a study
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: told to stop, everything is saved, run the same command again
@@ -200,7 +200,7 @@ def run_of_study(root: DictConfig) -> str:
     parts = [str(hydra_config.runtime.choices["heads"])]
     for override in hydra_config.overrides.task:
         key, _, value = override.lstrip("+~").partition("=")
-        identity = key.partition(".")[0] in IDENTITY and (key not in FREE or key == PROLONGS)
+        identity = key in PROLONGS or (key.partition(".")[0] in IDENTITY and key not in FREE)
         if identity and key not in ("heads", "seed"):
             parts.append(re.sub(r"[^\w.=]+", "_", f"{key.rpartition('.')[2]}={value}"))
     return "-".join([*parts, str(root.seed)])

@@ -1,9 +1,9 @@
 """Designs compared on the same held-out text: a design is a set of runs that differ in the seed only.
 
 A figure of a design is the mean over its runs. Its 95% interval is of draws of both documents and seeds, each with
-replacement: what other text and other seeds would have given. All designs see the same draws, so that their differences
-have intervals, too: of the differences, draw by draw. Few seeds underrate their own spread (of three, the standard
-deviation is too small by a factor of 0.82), so each run's figure is kept beside them.
+replacement: what other prompts of the same topics and other seeds would have given. All designs see the same draws, so
+that their differences have intervals, too: of the differences, draw by draw. Few seeds underrate their own spread (of
+three, the standard deviation is too small by a factor of 0.82), so each run's figure is kept beside them.
 
 Letters: S seeds, I texts, B draws, K heads, M draft vocabulary.
 """

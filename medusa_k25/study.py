@@ -23,8 +23,16 @@ from tqdm import tqdm
 from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, CHAIN, TREE, Evaluator, HeadsTree, Replayed, accuracy, ranks_of
 from medusa_k25.cache import Cache
 from medusa_k25.chat import think_ids_of
-from medusa_k25.checkpoint import HeadsCheckpoint, complete_checkpoints, find_checkpoint, load_heads, step_of
-from medusa_k25.config import verb
+from medusa_k25.checkpoint import (
+    HeadsCheckpoint,
+    complete_checkpoints,
+    find_checkpoint,
+    load_heads,
+    read_record,
+    step_of,
+    waited_enough,
+)
+from medusa_k25.config import PROLONGS, verb
 from medusa_k25.conversations import default_device
 from medusa_k25.data.splits import SPLITS
 from medusa_k25.data.texts import Text, texts_of_cache
@@ -62,7 +70,10 @@ class Run:
         config = OmegaConf.create(text)
         checkpoints = folder / "checkpoints"
         paths = complete_checkpoints(checkpoints)
-        if "train" not in report or not paths or step_of(paths[-1]) < config.trainer.max_steps:
+        if "train" not in report or not paths:
+            return None
+        since_best = read_record(paths[-1]).get("validations_since_best", 0)
+        if step_of(paths[-1]) < config.trainer.max_steps and not waited_enough(since_best, config.patience):
             return None
         known = {key: value for key, value in facts(text).items() if key not in SEED_KEYS}
         return cls(
@@ -70,7 +81,7 @@ class Run:
             config.seed,
             config.data.share,
             config.trainer.max_steps,
-            known | {"trainer.max_steps": config.trainer.max_steps},
+            known | {key: OmegaConf.select(config, key) for key in PROLONGS},
             report["train"]["positions"],
         )
 

@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from medusa_k25 import __version__
 from medusa_k25.cache import Cache
-from medusa_k25.callbacks import Checkpoints, Progress, Stopped, waited_enough
-from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record
+from medusa_k25.callbacks import Checkpoints, Progress, Stopped
+from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads, read_record, waited_enough
 from medusa_k25.config import EXIT_REQUEUE, verb
 from medusa_k25.costs.cycle import COMPARED_NODES, CycleModel
 from medusa_k25.costs.training import TrainingCost, peak_flops
