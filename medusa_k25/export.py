@@ -142,7 +142,7 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
     if evaluation is not None and any(evaluation.get(key) != value for key, value in made_from.items()):
         evaluation = None  # of other heads, or on other text
-    rows = measured_rows(record, evaluation, tree.paths, heads.num_heads)
+    rows = measured_rows(record, evaluation, tree.paths, heads.num_heads, None if beside is None else cfg.beside)
     write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows, beside)
     made = {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
     if beside is not None:

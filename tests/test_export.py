@@ -4,6 +4,7 @@ import inspect
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ import yaml
 from omegaconf import OmegaConf
 
 from medusa_k25 import export
+from medusa_k25.acceptance import BOTH
+from medusa_k25.acceptance import TREE as TREE_ROW
 from medusa_k25.checkpoint import write_heads
 from medusa_k25.config import compose
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.replay import Acceptance
 from medusa_k25.reports.report import update_report
 from medusa_k25.serving.blank import made_up_tree
+from medusa_k25.serving.card import measured_rows
 from medusa_k25.serving.formats import load_served, tensors_of
 from medusa_k25.tree import Tree
 from tests.tiny import cache_of
@@ -244,3 +248,20 @@ def test_the_report_names_the_export(run_dir, tiny_llama):
         "checkpoint": str(Path(run_dir) / "checkpoints" / "step-000070"),
         "nodes": 4,
     }
+
+
+def test_a_card_has_what_the_heads_accept_with_what_is_drafted_beside_them() -> None:
+    def row(predictor: str, nodes: int, length: float, tree: list[list[int]] | None = None) -> dict[str, Any]:
+        return {
+            "predictor": predictor,
+            "num_nodes": nodes,
+            "every": {"length": length},
+            "interval": [1, 2],
+            "tree": tree,
+        }
+
+    evaluation = {"rows": [row(TREE_ROW, 3, 1.5, [[0], [1]]), row(BOTH, 3, 1.8), row(BOTH, 4, 1.9)]}
+    rows = measured_rows({}, evaluation, [(0,), (1,)], 3, "lookup")
+    assert [(each.predictor, each.length) for each in rows] == [(TREE_ROW, 1.5), (BOTH, 1.8)]
+    assert [each.length for each in measured_rows({}, evaluation, [(0,), (1,)], 3)] == [1.5]
+    assert not measured_rows({}, evaluation, [(0,), (0, 0)], 3, "lookup")  # another tree was evaluated

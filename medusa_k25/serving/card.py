@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, CHAIN, NGRAM_LOOKUP, TREE
 from medusa_k25.heads import kind_of
 from medusa_k25.serving.formats import MEDUSA_FILE, ServedHeads, arguments_of
 
@@ -30,21 +31,28 @@ class Measured:
 
 
 def measured_rows(
-    record: Mapping[str, Any], evaluation: Mapping[str, Any] | None, paths: Sequence[Sequence[int]], num_heads: int
+    record: Mapping[str, Any],
+    evaluation: Mapping[str, Any] | None,
+    paths: Sequence[Sequence[int]],
+    num_heads: int,
+    beside: str | None = None,
 ) -> list[Measured]:
-    """What is known of a checkpoint's heads in the tree `paths`, in their chain, and of n-gram lookup beside them.
+    """What is known of a checkpoint's heads in the tree `paths`, in their chain, and of n-gram lookup alone.
 
     evaluation: the "evaluate" section of report.json where it is about this checkpoint, else None; then the figures of
-    the checkpoint's own record count. An evaluated or recorded tree other than `paths` is left out.
+    the checkpoint's own record count. An evaluated or recorded tree other than `paths` is left out. beside: "lookup" or
+    "answers" where the folder drafts that, too: what the heads accept with it.
     """
     tree = [list(path) for path in paths]
-    sizes = {"heads, tree": len(tree) + 1, "heads, chain": num_heads + 1, "n-gram lookup": len(tree) + 1}
+    sizes = {TREE: len(tree) + 1, CHAIN: num_heads + 1, NGRAM_LOOKUP: len(tree) + 1}
     if evaluation is not None:
+        rows = [row for row in evaluation["rows"] if row["predictor"] != TREE or row["tree"] == tree]
+        if beside is not None and any(row["predictor"] == TREE for row in rows):
+            sizes[{"lookup": BOTH, "answers": BOTH_ANSWERS}[beside]] = len(tree) + 1
         return [
             Measured(row["predictor"], row["num_nodes"], row["every"]["length"], tuple(row["interval"]))
-            for row in evaluation["rows"]
+            for row in rows
             if row["num_nodes"] == sizes.get(row["predictor"])
-            and (row["predictor"] != "heads, tree" or row["tree"] == tree)
         ]
     metrics, rows = record["metrics"], []
     for shape in ("tree", "chain"):
