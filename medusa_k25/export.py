@@ -15,6 +15,7 @@ format=ngram_corpus: the target's answers for SGLang's n-gram speculation, which
 heads=blank: untrained heads, which need no checkpoint: serve any tree, and measure what a verify pass costs.
 """
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     checkpoint.refuse_other_target(target)
     heads, vocabulary, record = checkpoint.heads, checkpoint.vocabulary, checkpoint.record
 
+    @functools.cache  # for the tree and for what is drafted beside it
     def opened() -> tuple[Speculator, Cache]:
         cache = Cache.open(Path(cfg.cache), target)
         if not cfg.allow_other_cache:

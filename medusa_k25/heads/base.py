@@ -19,7 +19,7 @@ Embed = Callable[[Tensor], Tensor]  # token ids [..] -> their embeddings [.., D]
 class Heads(nn.Module, ABC):
     """K heads over one hidden state. Constructor arguments are kept as attributes: checkpoints record them.
 
-    A type is `start` and `step`, and says what its steps read besides the hidden state h_t:
+    A type is its `step` (and `start`, where the state is not h_t at first), and says what it reads besides h_t:
     reads = "state"  nothing: head k guesses x_{t+1+k} whatever comes between
     reads = "root"   x_{t+1}, the token that the target has just produced, which is the root of every draft
     reads = "path"   the root and the tokens drafted below it: head k drafts once for every path of k - 1 drafts
@@ -53,9 +53,9 @@ class Heads(nn.Module, ABC):
         """The constructor's arguments, which every type keeps as attributes."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
-    @abstractmethod
     def start(self, hidden_ND: Tensor) -> Tensor:
-        """The state [N, S] before head 1, from h_t."""
+        """The state [N, S] before head 1, from h_t: h_t itself, where a type does not say otherwise."""
+        return hidden_ND
 
     @abstractmethod
     def step(self, k: int, state_NS: Tensor, token_ND: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -34,9 +34,6 @@ class HydraHeads(Heads):
             zeroed(nn.Linear((k + 1) * hidden_size, hidden_size, bias)) for k in range(1, num_heads + 1)
         )
 
-    def start(self, hidden_ND: Tensor) -> Tensor:
-        return hidden_ND
-
     def step(self, k: int, state_NS: Tensor, token_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         assert token_ND is not None
         state_NS = torch.cat([state_NS, token_ND], dim=1)

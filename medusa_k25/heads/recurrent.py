@@ -39,9 +39,6 @@ class RecurrentHeads(Heads):
         self.inner = nn.Linear(2 * hidden_size, self.inner_size, bias)
         self.outer = zeroed(nn.Linear(self.inner_size, hidden_size, bias=False))
 
-    def start(self, hidden_ND: Tensor) -> Tensor:
-        return hidden_ND
-
     def step(self, k: int, state_NS: Tensor, token_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         assert token_ND is not None
         state_NS = state_NS + self.outer(silu(self.inner(torch.cat([state_NS, token_ND], dim=1))))

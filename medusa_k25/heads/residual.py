@@ -44,9 +44,6 @@ class ResidualHeads(Heads):
             nn.Sequential(*(ResidualBlock(hidden_size, bias) for _ in range(num_blocks))) for _ in range(num_heads)
         )
 
-    def start(self, hidden_ND: Tensor) -> Tensor:
-        return hidden_ND
-
     def step(self, k: int, state_NS: Tensor, token_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.heads[k - 1](state_NS), state_NS
 

@@ -29,9 +29,6 @@ class ResidualRootHeads(Heads):
         self.bias = bias
         self.heads = nn.ModuleList(zeroed(nn.Linear(2 * hidden_size, hidden_size, bias)) for _ in range(num_heads))
 
-    def start(self, hidden_ND: Tensor) -> Tensor:
-        return hidden_ND
-
     def step(self, k: int, state_NS: Tensor, token_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         if token_ND is not None:  # the root: from head 1 on the state is [h_t; e(x_{t+1})]
             state_NS = torch.cat([state_NS, token_ND], dim=1)
