@@ -10,8 +10,8 @@
 # FABRIC         pcie or nvl8: NCCL settings, default none
 # PYTHON         default python3
 #
-# Expected for Kimi-K2.5, four recurrent heads, 3.5 epochs of 74 M tokens (by `plan`): 7 minutes on 8 RTX PRO 6000, 4 on
-# 8 H200, 3 on 8 B200, all waiting for disks of 6 or 12 GB/s. Prints the arithmetic of the run, then one
+# Expected for Kimi-K2.5, four recurrent heads, 3.5 epochs of 74 M tokens, estimates of `plan`: 7 minutes on 8 RTX PRO
+# 6000, 4 on 8 H200, 3 on 8 B200, all waiting for disks of 6 or 12 GB/s. Prints the arithmetic of the run, then one
 # progress line; writes runs/NAME/: checkpoints, metrics.csv, report.json.
 #
 # Ends with 0 when trained (also if it was already), 75 when a signal (TERM, USR1) stopped it after a checkpoint: the
