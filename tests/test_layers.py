@@ -25,7 +25,7 @@ LAYERS = {
         *("heads.residual", "heads.residual_root", "heads.hydra", "heads.recurrent"),
     ],
     "maths": [
-        *("loss", "metrics", "tree", "replay", "acceptance", "designs", "breakdown", "fp8_cost"),
+        *("loss", "metrics", "tree", "adaptive", "replay", "acceptance", "designs", "breakdown", "fp8_cost"),
         *("ngram", "ngram.lookup", "ngram.engine", "ngram.corpus", "ngram.table", "ngram.beside"),
         *(
             "costs",
