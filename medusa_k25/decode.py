@@ -20,7 +20,7 @@ from medusa_k25.serving.decode import Drafter, prove
 from medusa_k25.serving.formats import load_served
 
 
-@verb("target", "generate")
+@verb("target")
 def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     cache = Cache.open(Path(cfg.cache), target)
@@ -39,7 +39,6 @@ def main(cfg: DictConfig) -> None:
         drafter,
         cache,
         documents,
-        cfg.generate.max_new_tokens,
         None if found is None else found.load(),
     )
     print(proof)

@@ -69,7 +69,7 @@ def drafter_of(target, heads, tree, draft_size=None):
 def test_output_is_greedy_and_counts_are_replays(served, tree, draft_size):
     target, model, cache, end_ids, heads = served
     drafter = drafter_of(target, heads, tree, draft_size)
-    proof = prove(model, end_ids, drafter, cache, cache.documents, NEW_TOKENS)
+    proof = prove(model, end_ids, drafter, cache, cache.documents)
     assert proof.other_output == []
     assert proof.other_counts == []
     assert proof.decoded == proof.replayed
@@ -84,10 +84,10 @@ def test_a_continuation_beside_the_tree_decodes_as_it_replays(served, smaller):
     drafter, documents = drafter_of(target, heads, TREE), cache.documents[:6]
     answers = [cache.token_ids(document)[document.prompt_length :] for document in documents[::2]]
     beside = Beside(TREE, smaller, 2, table=AnswersTable.build(answers, 12))
-    proof = prove(model, end_ids, drafter, cache, documents, NEW_TOKENS, beside)
+    proof = prove(model, end_ids, drafter, cache, documents, beside)
     assert proof.holds
     assert proof.decoded == proof.replayed
-    assert proof.decoded != prove(model, end_ids, drafter, cache, documents, NEW_TOKENS).decoded
+    assert proof.decoded != prove(model, end_ids, drafter, cache, documents).decoded
     assert max(proof.decoded.accepted) > K  # deeper than any head
 
 
@@ -97,7 +97,7 @@ def test_heads_of_every_option_decode_as_they_replay(served, draft_size, options
     target, model, cache, end_ids, _ = served
     heads = fitted_heads(target, cache, draft_size, **options)
     drafter = drafter_of(target, heads, TREE, draft_size)
-    proof = prove(model, end_ids, drafter, cache, cache.documents, NEW_TOKENS)
+    proof = prove(model, end_ids, drafter, cache, cache.documents)
     assert proof.holds
     assert proof.decoded == proof.replayed
     assert proof.decoded.length > 1.3
@@ -128,7 +128,7 @@ def test_heads_of_every_type_decode_as_they_replay_in_any_tree(served, kind, own
     @given(trees())
     def decoded_as_replayed(tree):
         drafter = drafter_of(target, heads, tree, 300)
-        proof = prove(model, end_ids, drafter, cache, cache.documents[:5], NEW_TOKENS)
+        proof = prove(model, end_ids, drafter, cache, cache.documents[:5])
         assert proof.holds
         assert proof.decoded == proof.replayed
         assert proof.decoded.length > 1.3 or tree != TREE
@@ -142,10 +142,10 @@ def test_proof_fails_when_decoding_differs(served):
     drafter = drafter_of(target, heads, TREE)
     document = max(cache.documents, key=lambda d: d.length - d.prompt_length)
     third = int(cache.token_ids(document)[document.prompt_length + 3])
-    assert prove(model, [*end_ids, third], drafter, cache, [document], NEW_TOKENS).other_output == [document.id]
+    assert prove(model, [*end_ids, third], drafter, cache, [document]).other_output == [document.id]
     untrained = drafter_of(target, ResidualHeads(target.hidden_size, K), TREE)
     ranks = answer_ranks(drafter.speculator, cache, cache.documents)
-    proof = prove(model, end_ids, untrained, cache, cache.documents, NEW_TOKENS)
+    proof = prove(model, end_ids, untrained, cache, cache.documents)
     assert proof.holds
     assert proof.decoded != replay(ranks, TREE)
 

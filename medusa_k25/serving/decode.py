@@ -210,10 +210,12 @@ def prove(
     drafter: Drafter,
     cache: Cache,
     documents: Sequence[Document],
-    max_new_tokens: int,
     beside: Beside | None = None,
 ) -> Proof:
-    """Decode the prompt of every document. They must hold one answer each, which `target` gave greedily in fp32."""
+    """Decode the prompt of every document, up to the length of its answer: one that no end token ends was cut there.
+
+    They must hold one answer each, which `target` gave greedily in fp32.
+    """
     other_output, other_counts, tokens = [], [], 0
     decoded, replayed = Acceptance(), Acceptance()
     began = time.perf_counter()
@@ -226,7 +228,7 @@ def prove(
             )
         ids_T, start = cache.token_ids(document), document.prompt_length
         prompt_ids, answer_ids = ids_T[:start].tolist(), ids_T[start:].tolist()
-        result = speculative_decode(target, drafter, prompt_ids, max_new_tokens, end_ids, beside=beside)
+        result = speculative_decode(target, drafter, prompt_ids, len(answer_ids), end_ids, beside=beside)
         ranks = answer_ranks(drafter.speculator, cache, [document])
         if beside is None:
             expected = replay(ranks, drafter.tree)
