@@ -33,7 +33,7 @@ from torch.nn.functional import logsigmoid
 
 from medusa_k25.tree import Tree
 
-MOST_SIZES, MOST_BATCHES, LARGEST_BATCH = 64, 64, 1 << 16
+MOST_SIZES, MOST_BATCHES, LARGEST_BATCH = 8, 64, 1 << 16  # a server keeps graphs for each size
 LARGEST_NUMBER = 1e9  # of ms; far above any pass, and no sum of such ends in infinity
 SURE = 15.0  # log-odds beyond which a float32 probability tells nothing more
 
@@ -104,6 +104,14 @@ class Adaptive:
     def costs(self, requests: int) -> list[float]:
         """Milliseconds of a cycle by size. Linear between two known batches; beyond them as the nearest one."""
         return [interpolated(column, self.batches, requests) for column in zip(*self.cost_ms, strict=True)]
+
+    def cost(self, size: int, requests: int) -> float:
+        """Milliseconds of a cycle that verifies the part of this size."""
+        return self.costs(requests)[self.sizes.index(size)]
+
+    def plain(self, requests: int) -> float:
+        """Milliseconds of a step without drafting."""
+        return interpolated(self.plain_ms, self.batches, requests)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

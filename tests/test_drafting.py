@@ -14,7 +14,7 @@ from torch import Tensor
 from medusa_k25.heads import HEADS, DraftVocabulary, Embeddings, Speculator
 from medusa_k25.serving.decode import Drafter
 from medusa_k25.serving.formats import ServedHeads
-from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, Ranks, Shard
+from medusa_k25.serving.sglang.drafting import Drafts, EngineHeads, EngineTree, Part, Ranks, Shard
 from medusa_k25.tree import Tree
 
 D, V, K = 8, 20, 3
@@ -51,7 +51,7 @@ def drafts_of_ranks(
     hiddens_ND: Sequence[Tensor],
     root_N: Tensor,
     bounds: Sequence[int] | None = None,
-) -> tuple[list[Tensor], int]:
+) -> tuple[list[Drafts], int]:
     """(what each rank drafts, collectives of that round). hiddens_ND: a rank's own each; bounds: of the ranks' rows."""
     size = len(hiddens_ND)
     bounds = bounds or [rank * V // size for rank in range(size + 1)]
@@ -70,7 +70,7 @@ def drafts_of_ranks(
     with ThreadPoolExecutor(size) as pool:
         started = list(pool.map(start, range(size)))
         before = group.collectives
-        drafts = list(pool.map(lambda rank: started[rank].draft(hiddens_ND[rank], root_N), range(size)))
+        drafts = list(pool.map(lambda rank: started[rank].draft(hiddens_ND[rank], root_N, True), range(size)))
     return drafts, group.collectives - before
 
 
@@ -92,18 +92,21 @@ def served_heads(kind: str, tree: Tree, token_ids: list[int], own: bool = False,
     return ServedHeads(heads, DraftVocabulary(torch.tensor(token_ids), V), tree, {})
 
 
-def walked(speculator: Speculator, tree: Tree, hidden_D: Tensor, root: int) -> list[int]:
-    """The plainest way: every node's path is read anew, with its own forward pass of all heads."""
+def walked(speculator: Speculator, tree: Tree, hidden_D: Tensor, root: int) -> tuple[list[int], Tensor]:
+    """(tokens, log probabilities [n]) in the plainest way: every node's path is read anew, with its own forward pass of
+    all heads."""
     heads, vocabulary = speculator.heads, speculator.vocabulary
     lm_heads_KMD = heads.with_lm_head(speculator.lm_head_MD, lambda lm_head: lm_head.expand(K, -1, -1))
     tokens: dict[tuple[int, ...], int] = {(): root}
+    log_p = [torch.zeros(())]
     for path in tree.paths:
         known = [tokens[path[:depth]] for depth in range(len(path))]
         path_1K = torch.tensor([known + [0] * (K - len(known))])
         logits_M = (speculator.features(hidden_D[None], path_1K)[len(path) - 1] @ lm_heads_KMD[len(path) - 1].T)[0]
         best_M = logits_M.sort(descending=True, stable=True).indices
         tokens[path] = int(vocabulary.to_target(best_M[path[-1]]))
-    return list(tokens.values())
+        log_p.append(logits_M.log_softmax(0)[best_M[path[-1]]])
+    return list(tokens.values()), torch.stack(log_p)
 
 
 @given(trees(), st.integers(1, 3))
@@ -117,6 +120,21 @@ def test_links_lead_through_all_children_in_order(tree: Tree, num_requests: int)
                 child = int(engine.next_sibling_Nn[row, child])
             assert found == expected
     assert engine.index_Nn.flatten().tolist() == list(range(num_requests * tree.num_nodes))
+
+
+@given(trees(), st.data())
+def test_a_part_is_the_tree_without_the_other_nodes(tree: Tree, data: st.DataObject) -> None:
+    ends = data.draw(st.sets(st.integers(0, tree.num_nodes - 1)))
+    kept = sorted({node for end in ends for node in tree.mask_nn[end].nonzero().flatten().tolist()} - {0})
+    part = Part(tree, kept[::-1], 2, "cpu")
+    nodes = [0, *kept]
+    assert part.nodes_s.tolist() == nodes and part.num_nodes == len(nodes)
+    assert torch.equal(part.tree.mask_nn, tree.mask_nn[nodes][:, nodes])
+    assert torch.equal(part.tree.depths_n, tree.depths_n[nodes])
+    assert part.depths == [
+        sum(int(tree.depths_n[node]) == depth for node in kept) for depth in range(1, len(part.depths) + 1)
+    ]
+    assert sum(part.depths) == len(kept)
 
 
 @given(trees(), st.lists(st.integers(0, 9), min_size=1, max_size=4))
@@ -139,9 +157,14 @@ def test_every_rank_drafts_what_one_drafter_does(kind: str, tree: Tree, lm_head:
     speculator = Speculator(served.heads, served.vocabulary, served.vocabulary.rows(lm_head_VD), embed)
     drafter = Drafter(speculator, tree)
     expected = [drafter.draft(hidden_D, int(root)) for hidden_D, root in zip(hidden_ND, root_N, strict=True)]
-    assert expected[0] == walked(speculator, tree, hidden_ND[0], int(root_N[0]))
+    tokens, log_p_n = walked(speculator, tree, hidden_ND[0], int(root_N[0]))
+    assert expected[0] == tokens
     drafts, collectives = drafts_of_ranks(served, lm_head_VD, embeddings_VD, [hidden_ND] * size, root_N)
-    assert [tokens_Nn.tolist() for tokens_Nn in drafts] == [expected] * size
+    assert [each.tokens_Nn.tolist() for each in drafts] == [expected] * size
+    for each in drafts:  # the ranks choose by these: they are the same to the bit
+        assert each.log_p_Nn is not None and drafts[0].log_p_Nn is not None
+        assert torch.equal(each.log_p_Nn, drafts[0].log_p_Nn)
+        torch.testing.assert_close(each.log_p_Nn[0], log_p_n.float(), rtol=1e-4, atol=1e-3)  # of logits of 100
     assert collectives == (size > 1 and tree.num_nodes > 1)  # none is needed alone, and one is all
 
 
@@ -154,8 +177,8 @@ def test_of_equal_logits_the_lower_id_comes_first_on_any_number_of_ranks(kind: s
     lm_head_VD = torch.zeros(V, D)
     lm_head_VD[[15, 2, 7]] = torch.ones(D)
     hidden_ND, root_N = torch.ones(1, D), torch.tensor([0])
-    for tokens_Nn in drafts_of_ranks(served, lm_head_VD, torch.randn(V, D), [hidden_ND] * size, root_N)[0]:
-        assert tokens_Nn.tolist() == [[0, 2, 7, 15, 2, 7, 15]]
+    for each in drafts_of_ranks(served, lm_head_VD, torch.randn(V, D), [hidden_ND] * size, root_N)[0]:
+        assert each.tokens_Nn.tolist() == [[0, 2, 7, 15, 2, 7, 15]]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -171,7 +194,7 @@ def test_ranks_whose_states_differ_in_the_last_bits_draft_alike(kind: str) -> No
     hiddens_ND[0][0, 0] += 1e-6
     hiddens_ND[1][0, 1] += 1e-6
     first, second = drafts_of_ranks(served, lm_head_VD, torch.randn(V, D), hiddens_ND, torch.tensor([3]))[0]
-    assert torch.equal(first, second)
+    assert torch.equal(first.tokens_Nn, second.tokens_Nn)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -182,16 +205,16 @@ def test_a_rank_may_hold_no_token_at_all(kind: str) -> None:
     hidden_ND, root_N = torch.randn(4, D), torch.randint(0, V, (4,))
     (expected,), _ = drafts_of_ranks(served, lm_head_VD, embeddings_VD, [hidden_ND], root_N)
     drafts, _ = drafts_of_ranks(served, lm_head_VD, embeddings_VD, [hidden_ND] * 3, root_N, [0, 16, V, V])
-    assert all(torch.equal(tokens_Nn, expected) for tokens_Nn in drafts)
+    assert all(torch.equal(each.tokens_Nn, expected.tokens_Nn) for each in drafts)
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_tree_of_the_root_alone_drafts_nothing(kind: str) -> None:
     served = served_heads(kind, Tree([]), list(range(V)))
-    (tokens_Nn,), _ = drafts_of_ranks(
+    (drafts,), _ = drafts_of_ranks(
         served, torch.randn(V, D), torch.randn(V, D), [torch.randn(2, D)], torch.tensor([3, 4])
     )
-    assert tokens_Nn.tolist() == [[3], [4]]
+    assert drafts.tokens_Nn.tolist() == [[3], [4]]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -227,4 +250,4 @@ def test_heads_take_the_engines_dtype(kind: str, dtype: torch.dtype) -> None:
     shard = Shard(torch.randn(V, D, dtype=dtype), 0)
     heads = EngineHeads(served, served.tree, shard, shard, ALONE, dtype, "cpu")
     assert {parameter.dtype for parameter in heads.heads.parameters()} == {heads.lm_head.dtype} == {dtype}
-    assert heads.draft(torch.randn(1, D, dtype=dtype), torch.tensor([0])).shape == (1, 4)
+    assert heads.draft(torch.randn(1, D, dtype=dtype), torch.tensor([0])).tokens_Nn.shape == (1, 4)

@@ -5,8 +5,8 @@ control.json  the operator's: {"drafting": "auto", "heads": "/folder/of/an/expor
               heads: the export to draft with; none: the one that the server was started with.
 status.json   the server's answer, see `Status`.
 
-A server looks at the file every few passes, so an idle one looks when the next request comes. Each change of its text is
-one order: it is carried out or refused once, and a refusal changes nothing. Write it by a rename, as `give_order` does.
+A server looks at the file every few passes, an idle one when the next request comes. Each change of its text is one
+order: it is carried out or refused once, and a refusal changes nothing. Write it by a rename, as `give_order` does.
 """
 
 import json

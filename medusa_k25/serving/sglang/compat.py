@@ -21,7 +21,7 @@ try:
         ForwardMode,
         get_server_return_hidden_states_mode,
     )
-    from sglang.srt.runtime_context import get_device, get_spec
+    from sglang.srt.runtime_context import get_device, get_observability, get_spec
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
     from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode, eagle_sample
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -61,6 +61,7 @@ __all__ = [
     "eagle_sample",
     "get_alloc_reserve_per_decode",
     "get_device",
+    "get_observability",
     "get_server_return_hidden_states_mode",
     "get_spec",
     "get_tp_group",

@@ -6,9 +6,10 @@ Letters: N requests, n tree nodes, K heads, C choices of a head, D hidden, V voc
 rank, W ranks; at a depth of the tree P drafters and C nodes, S numbers of a state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,16 @@ from torch import Tensor
 from medusa_k25.heads.embeddings import unit_rms
 from medusa_k25.metrics import ordered_topk
 from medusa_k25.serving.formats import ServedHeads
-from medusa_k25.tree import Tree
+from medusa_k25.tree import Topology, Tree
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Of every node, the root first: its token int64 [N, n], and where it was asked for, the logarithm of what the head
+    gave it among the draft vocabulary, fp32 [N, n], 0 for the root."""
+
+    tokens_Nn: Tensor
+    log_p_Nn: Tensor | None
 
 
 class EngineTree:
@@ -25,7 +35,7 @@ class EngineTree:
     links: next_token_Nn is a node's first child, next_sibling_Nn the next child of its parent, -1 where there is none.
     """
 
-    def __init__(self, tree: Tree, max_requests: int, device: torch.device | str):
+    def __init__(self, tree: Topology, max_requests: int, device: torch.device | str):
         n = tree.num_nodes
         first_child_n = [children[0] if children else -1 for children in tree.children]
         sibling_n = [-1] * n
@@ -49,6 +59,23 @@ class EngineTree:
         return self.mask_nn.repeat(num_requests, 1, 1).flatten()
 
 
+class Part:
+    """A part of the drafted tree that a pass may verify: the nodes in it, the root first, and itself as a tree.
+
+    depths: how many nodes it has at each depth below the root.
+    """
+
+    def __init__(self, whole: Tree, kept: Sequence[int], max_requests: int, device: torch.device | str):
+        """kept: numbers of nodes of `whole` but the root, every node's parent among them."""
+        nodes = [0, *sorted(kept)]
+        place = {node: at for at, node in enumerate(nodes)}
+        part = Topology([-1, *(place[whole.parents[node]] for node in nodes[1:])])
+        self.num_nodes = part.num_nodes
+        self.depths = torch.bincount(part.depths_n).tolist()[1:]
+        self.nodes_s = torch.tensor(nodes, device=device)
+        self.tree = EngineTree(part, max_requests, device)
+
+
 def full_mask(mask_Nnn: Tensor, lengths: list[int]) -> Tensor:
     """For requests of `lengths` tokens: rows over the past and the tree, request by request, bool, flat.
 
@@ -66,12 +93,15 @@ def full_mask(mask_Nnn: Tensor, lengths: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The tensor-parallel group: this rank's number, how many there are, and their two collectives."""
+    """The tensor-parallel group: this rank's number, how many there are, their two collectives a round, and those of
+    the rare rounds in which something is switched, on the host."""
 
     rank: int
     size: int
     all_gather: Callable[[Tensor], Tensor]  # [...] -> [W, ...]
     all_reduce: Callable[[Tensor], None]  # sums in place
+    from_first: Callable[[Any], Any] = lambda word: word  # what rank 0 says
+    from_all: Callable[[Any], list[Any]] = lambda word: [word]
 
 
 @dataclass(frozen=True)
@@ -153,20 +183,21 @@ class EngineHeads:
         return weight_MD
 
     @torch.no_grad()
-    def draft(self, hidden_ND: Tensor, root_N: Tensor) -> Tensor:
-        """Tokens of all nodes, int64 [N, n], the root first.
-
-        hidden_ND: the state at the last accepted token; root_N: the token that the target chose after it.
-        """
+    def draft(self, hidden_ND: Tensor, root_N: Tensor, with_log_p: bool = False) -> Drafts:
+        """hidden_ND: the state at the last accepted token; root_N: the token that the target chose after it."""
         root_N, hidden_ND, root_ND = root_N.long(), hidden_ND.to(self.dtype), None
-        if not self.levels:
-            return root_N[:, None]
-        if self.heads.reads != "state":
+        tokens, log_p = [root_N[:, None]], [torch.zeros(len(root_N), 1, device=root_N.device)]
+        if self.levels and self.heads.reads != "state":
             hidden_ND, root_ND = self._state_and_root(hidden_ND, root_N)
-        if self.heads.reads != "path":
-            return torch.cat([root_N[:, None], self._at_once(hidden_ND, root_ND)], dim=1)
-        assert root_ND is not None
-        return torch.cat([root_N[:, None], *self._down_the_tree(hidden_ND, root_ND)], dim=1)
+        if self.levels and self.heads.reads == "path":
+            assert root_ND is not None
+            drafted = self._down_the_tree(hidden_ND, root_ND, with_log_p)
+        else:
+            drafted = [self._at_once(hidden_ND, root_ND, with_log_p)] if self.levels else []
+        for tokens_NC, log_p_NC in drafted:
+            tokens.append(tokens_NC)
+            log_p += [] if log_p_NC is None else [log_p_NC]
+        return Drafts(torch.cat(tokens, dim=1), torch.cat(log_p, dim=1) if with_log_p else None)
 
     def _state_and_root(self, hidden_ND: Tensor, root_N: Tensor) -> tuple[Tensor, Tensor]:
         """The state and the root's embedding, [N, D] each: the same on all ranks, to the bit.
@@ -193,48 +224,63 @@ class EngineHeads:
         """As heads read them: see `heads.embeddings.Embeddings`."""
         return unit_rms(rows).to(self.dtype)
 
-    def _at_once(self, hidden_ND: Tensor, root_ND: Tensor | None) -> Tensor:
-        """Tokens of all nodes but the root, [N, n - 1]: one product with lm_head for all heads that the tree needs."""
+    def _at_once(self, hidden_ND: Tensor, root_ND: Tensor | None, with_log_p: bool) -> tuple[Tensor, Tensor | None]:
+        """Tokens of all nodes but the root, [N, n - 1], and the logarithms of their probabilities: one product with
+        lm_head for all heads that the tree needs."""
         state_NS, features = self.heads.start(hidden_ND), []
         for k in range(1, len(self.levels) + 1):
             feature_ND, state_NS = self.heads.step(k, state_NS, root_ND if self.heads.needs_token(k) else None)
             features.append(feature_ND)
         logits_NKR = (torch.stack(features) @ self.lm_head.mT).transpose(0, 1)
         values, rows = ordered_topk(logits_NKR, min(self.width, len(self.token_ids_R)))
-        ids = self.token_ids_R[rows]
+        values, ids = values.float(), self.token_ids_R[rows]
+        total_NK1 = logits_NKR.float().logsumexp(dim=-1, keepdim=True) if with_log_p else values[..., :0]
         if self.spread:
-            values, ids = self._from_all_ranks(values.float(), ids)
+            values, ids, total_NK1 = self._from_all_ranks(values, ids, total_NK1)
             by_id = ids.argsort(dim=-1)  # the lower id first among equal logits, as on one rank
             values, ids = values.gather(-1, by_id), ids.gather(-1, by_id)
             best = values.sort(dim=-1, descending=True, stable=True).indices[..., : self.width]
-            ids = ids.gather(-1, best)
-        return ids[:, self.head_n, self.rank_n]
+            values, ids = values.gather(-1, best), ids.gather(-1, best)
+        log_p_NKC = values - total_NK1 if with_log_p else None
+        return tuple(each if each is None else each[:, self.head_n, self.rank_n] for each in (ids, log_p_NKC))  # type: ignore[return-value]
 
-    def _from_all_ranks(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Candidates [N, K, W * C] of all ranks in one collective."""
+    def _from_all_ranks(self, values: Tensor, ids: Tensor, total_NK1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates [N, K, W * C] of all ranks, and the logsumexp over all ranks' tokens, in one collective."""
         missing = self.width - values.shape[-1]  # a rank with fewer rows than the tree is wide
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-        ids = torch.nn.functional.pad(ids, (0, missing))
+        values = torch.cat([values, total_NK1], dim=-1)
+        ids = torch.nn.functional.pad(ids, (0, values.shape[-1] - ids.shape[-1]))
         packed = torch.stack([values.view(torch.int32), ids.int()])
         values_W, ids_W = self.ranks.all_gather(packed.contiguous()).unbind(dim=1)
-        return values_W.view(torch.float32).movedim(0, -2).flatten(-2), ids_W.movedim(0, -2).flatten(-2).long()
+        values_W = values_W.view(torch.float32)
+        total_NK1 = values_W[..., self.width :].logsumexp(dim=0)
+        values_W, ids_W = (each[..., : self.width].movedim(0, -2).flatten(-2) for each in (values_W, ids_W))
+        return values_W, ids_W.long(), total_NK1
 
-    def _down_the_tree(self, hidden_ND: Tensor, root_ND: Tensor) -> list[Tensor]:
-        """Tokens [N, C] of the nodes at every depth, each head once for all drafters of all requests."""
+    def _down_the_tree(
+        self, hidden_ND: Tensor, root_ND: Tensor, with_log_p: bool
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """(tokens, logarithms of their probabilities) [N, C] of the nodes at every depth, each head once for all
+        drafters of all requests."""
         N = len(hidden_ND)
         state_NPS, embedded_NCD = self.heads.start(hidden_ND)[:, None], root_ND[:, None]
-        tokens = []
+        drafted: list[tuple[Tensor, Tensor | None]] = []
         for k, level in enumerate(self.levels, start=1):
             state_QS, token_QD = state_NPS[:, level.above_P].flatten(0, 1), embedded_NCD[:, level.nodes_P].flatten(0, 1)
             feature_QD, state_QS = self.heads.step(k, state_QS, token_QD)
             state_NPS = state_QS.unflatten(0, (N, -1))
             lm_head_MD = self.lm_head if self.lm_head.ndim == 2 else self.lm_head[k - 1]
-            _, rows_QR = ordered_topk(feature_QD @ lm_head_MD.T, level.width)
+            logits_QM = feature_QD @ lm_head_MD.T
+            values_QR, rows_QR = ordered_topk(logits_QM, level.width)
             rows_NC = rows_QR.unflatten(0, (N, -1))[:, level.drafter_C, level.rank_C]
-            tokens.append(self.token_ids_R[rows_NC])
+            tokens_NC, log_p_NC = self.token_ids_R[rows_NC], None
+            if with_log_p:
+                log_p_QR = values_QR.float() - logits_QM.float().logsumexp(dim=-1, keepdim=True)
+                log_p_NC = log_p_QR.unflatten(0, (N, -1))[:, level.drafter_C, level.rank_C]
+            drafted.append((tokens_NC, log_p_NC))
             if k < len(self.levels):
-                embedded_NCD = self._embedded(self._embedding_rows(rows_NC, tokens[-1]))
-        return tokens
+                embedded_NCD = self._embedded(self._embedding_rows(rows_NC, tokens_NC))
+        return drafted
 
     def _embedding_rows(self, rows_NC: Tensor, tokens_NC: Tensor) -> Tensor:
         """[N, C, D] of drafts, given by their place in the draft vocabulary and by their token."""

@@ -4,8 +4,13 @@ A graph returns the states after the final norm only if it was captured so. SGLa
 the server (`--return-hidden-states-mode`), and n-gram lookup's verify passes, which MEDUSA shares, ask for none. So the
 runners of prefill and verify graphs are told, as they are made, to capture all states; what users may ask for stays as
 the operator said.
+
+A graph is of one number of nodes, and so is what an attention backend prepares for it. A server whose rounds verify
+parts of the tree has a backend and graphs for each size, as SGLang's own adaptive EAGLE does.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 RUNNER = "sglang.srt.model_executor.runner.base_runner.BaseRunner.__init__"
@@ -24,3 +29,45 @@ def capture_states_for_medusa(result: None, runner: Any, *args: Any, **kwargs: A
 
     if get_spec().speculative_algorithm == "MEDUSA":
         capture_states(result, runner)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """runner: of the graphs, None where the server has none."""
+
+    attn_backend: Any
+    runner: Any
+
+    def use(self, model_runner: Any) -> None:
+        model_runner.attn_backend, model_runner.decode_cuda_graph_runner = self.attn_backend, self.runner
+
+
+def capture_parts(model_runner: Any, sizes: Iterable[int]) -> dict[int, Captured]:
+    """By number of nodes; {} on a CPU, where attention takes any number. Called when the whole tree's graphs exist."""
+    if str(model_runner.device) == "cpu":
+        return {}
+    from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+    from sglang.srt.runtime_context import get_context, get_spec
+
+    name, spec = "medusa_k25.capture_parts", get_spec()
+    whole, steps = spec.speculative_num_draft_tokens, spec.speculative_num_steps
+    runner = model_runner.decode_cuda_graph_runner
+    captured = {whole: Captured(model_runner.attn_backend, runner)}
+    for size in sorted({*sizes} - {whole}, reverse=True):  # larger graphs first: smaller ones reuse their memory
+        before = model_runner.init_new_workspace
+        get_context().override(name, speculative_num_draft_tokens=size)
+        try:
+            backend = model_runner._get_attention_backend(init_new_workspace=True)
+            graphs = None
+            if runner is not None:
+                graphs = DecodeCudaGraphRunner(
+                    model_runner,
+                    attn_backend=backend,
+                    speculative_num_steps=steps,
+                    speculative_num_draft_tokens=size,
+                )
+        finally:
+            model_runner.init_new_workspace = before
+            get_context().override(name, speculative_num_draft_tokens=whole)
+        captured[size] = Captured(backend, graphs)
+    return captured

@@ -1,24 +1,33 @@
-"""One round of the server: verify the tree that the last round drafted, accept, draft the next tree.
+"""One round of the server: verify the tree that the last round drafted, or a part of it, accept, draft the next tree.
 
-What a round starts from is a row of n tokens a request, `accept_tokens` of the spec_info that the scheduler carries
-from round to round and moves with the requests as they come, go and are retracted. The verify pass gives the target's
-choice at every node, and the states after the final norm: the one at the last accepted node drafts the next tree.
+What a round starts from is a row of numbers a request, `accept_tokens` of the spec_info that the scheduler carries from
+round to round and moves with the requests as they come, go and are retracted: n tokens, and what each part of the tree
+is expected to emit. The verify pass gives the target's choice at every node, and the states after the final norm: the
+one at the last accepted node drafts the next tree.
 
-Letters: N requests, n tree nodes, D hidden.
+The root alone is a part, too: the plain step of a server that does not speculate. It is what a round verifies where
+drafting is switched off, where a request's row was drafted by other heads, and where no more than that pays.
+
+Letters: N requests, n tree nodes, s nodes of a part, S parts, R numbers of a row, D hidden.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_k25.adaptive import MOST_SIZES, Adaptive
 from medusa_k25.heads import kind_of
+from medusa_k25.ngram.beside import Beside
 from medusa_k25.serving.beside_files import open_beside
-from medusa_k25.serving.formats import open_served
-from medusa_k25.serving.sglang.algorithm import heads_folder
+from medusa_k25.serving.formats import ServedFolder, open_served
+from medusa_k25.serving.sglang.algorithm import compare_with_target, heads_folder
 from medusa_k25.serving.sglang.beside import EngineBeside
 from medusa_k25.serving.sglang.compat import (
     BaseSpecWorker,
@@ -38,6 +47,7 @@ from medusa_k25.serving.sglang.compat import (
     eagle_sample,
     get_alloc_reserve_per_decode,
     get_device,
+    get_observability,
     get_server_return_hidden_states_mode,
     get_spec,
     get_tp_group,
@@ -45,7 +55,11 @@ from medusa_k25.serving.sglang.compat import (
     prepare_mamba_track_for_verify,
     record_stream_for_v2_verify,
 )
-from medusa_k25.serving.sglang.drafting import EngineHeads, EngineTree, Ranks, Shard, full_mask
+from medusa_k25.serving.sglang.drafting import EngineHeads, Part, Ranks, Shard, full_mask
+from medusa_k25.serving.sglang.graphs import Captured, capture_parts
+from medusa_k25.serving.sglang.meter import Exporter, Meter, note_nodes
+from medusa_k25.serving.sglang.switch import LOOK_EVERY, Plan, Switch, control_folder
+from medusa_k25.tree import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +68,20 @@ class MedusaVerifyInput(NgramVerifyInput):
     """A tree to verify; between rounds, the tree to verify next. Its pass returns the state of every node."""
 
     capture_hidden_mode = CaptureHiddenMode.FULL
+
+
+@dataclass(frozen=True, eq=False)
+class Serving:
+    """What is drafted with, and which parts of its tree may be verified: the root alone first, the whole tree last.
+
+    adaptive: which of them pays; None: always the whole tree.
+    """
+
+    tree: Tree
+    beside: Beside | None
+    heads: EngineHeads
+    adaptive: Adaptive | None
+    parts: list[Part]
 
 
 class MedusaWorker(BaseSpecWorker):
@@ -72,34 +100,22 @@ class MedusaWorker(BaseSpecWorker):
         self.device = get_device().device
         self.adaptive_controller = None
         spec = get_spec()
-        folder = heads_folder(spec.speculative_draft_model_path, spec.speculative_draft_model_revision)
-        opened = open_served(folder, self.model_runner.model_config.vocab_size)
-        model, ranks, sizes = (
-            self.model_runner.model,
-            tensor_parallel_ranks(),
-            (opened.vocab_size, opened.heads.hidden_size),
-        )
-        lm_head = shard_of(lm_head_of(model), *sizes, ranks)
-        embeddings = None if opened.heads.reads == "state" else shard_of(embeddings_of(model), *sizes, ranks)
         self.num_nodes = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
-        # the server's settings say whether the whole tree is served or, on this attention backend, its chain part
-        self.tree = opened.tree if opened.tree.num_nodes == self.num_nodes else opened.tree.chain_part
+        self.branches = spec.speculative_eagle_topk > 1  # else only the chain part is served, see `settle`
+        self.ranks = tensor_parallel_ranks()
+        folder = heads_folder(spec.speculative_draft_model_path, spec.speculative_draft_model_revision)
+        self.switch = Switch(control_folder(), folder)
+        self.meter = Meter()
+        self.exporter = Exporter(self.meter) if self.ranks.rank == 0 and get_observability().enable_metrics else None
+        self.launched: deque[tuple[list[Any], Serving, Part, bool]] = deque()
+        self.rounds = 0
+        self.opened = open_served(folder, self.model_runner.model_config.vocab_size)
+        self.tree = self._tree_of(self.opened)
         assert self.tree.num_nodes == self.num_nodes
-        found = open_beside(opened, folder, opened.vocab_size) if spec.speculative_eagle_topk > 1 else None
+        found = open_beside(self.opened, folder, self.opened.vocab_size) if self.branches else None
         self.loaded_beside = None if found is None else found.load()
-        self.vocab_size, self.rank = opened.vocab_size, ranks.rank
-        if ranks.rank == 0:
-            logger.info(
-                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, from %s",
-                opened.heads.num_heads,
-                kind_of(opened.heads),
-                self.tree.num_nodes,
-                self.tree.depth,
-                folder,
-            )
-        self.heads = EngineHeads(
-            opened.load(), self.tree, lm_head, embeddings, ranks, self.model_runner.dtype, self.device
-        )
+        self.vocab_size = self.opened.vocab_size
+        self.heads = self._load(self.opened, self.tree)
 
     @property
     def draft_worker(self) -> None:
@@ -111,14 +127,14 @@ class MedusaWorker(BaseSpecWorker):
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
         row = self.req_to_token_pool.req_to_token.shape[1]
         assert row >= self.model_runner.model_config.context_len + get_alloc_reserve_per_decode()  # room_for_two_trees
-        self.engine_tree = EngineTree(self.tree, self.model_runner.max_running_requests, self.device)
+        self.serving = self._serving(self.opened, self.tree, self.heads)
         self.beside = None
         if self.loaded_beside is not None:
             places = self.req_to_token_pool.req_to_token.shape[0]
             # after a pass its accepted tokens, and their padding, are written behind the root
             size = row + self.num_nodes + 1
             self.beside = EngineBeside(self.loaded_beside, places, size, self.vocab_size, self.device)
-            if self.rank == 0:
+            if self.ranks.rank == 0:
                 logger.info(
                     "MEDUSA: %d of the %d nodes of a pass go to what followed the last tokens before; %.1f MB for the "
                     "texts of %d requests of %d tokens and the table of answers",
@@ -129,6 +145,11 @@ class MedusaWorker(BaseSpecWorker):
                     size,
                 )
 
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        sizes = {part.num_nodes for part in self.serving.parts}
+        self.captured: dict[int, Captured] = capture_parts(self.model_runner, sizes)
+
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
@@ -136,7 +157,140 @@ class MedusaWorker(BaseSpecWorker):
         assert pp_proxy_tensors is None  # pipeline parallelism is refused at the start
         stream = torch.get_device_module(self.device).current_stream()
         record_stream_for_v2_verify(batch, None, stream)
+        self._look()
         return self._verify(batch, on_publish) if batch.forward_mode.is_decode() else self._prefill(batch, on_publish)
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """The scheduler has the numbers of the oldest round that it has not yet taken over, one round a call."""
+        reqs, serving, part, drafts = self.launched.popleft()
+        assert len(reqs) == batch_size
+        emitted = 0
+        for req, accepted in zip(reqs, num_correct_drafts_per_req, strict=True):
+            emitted += accepted + 1
+            if not (req.is_retracted or req.finished()):  # a round that ran ahead of a request's end is not its own
+                self.meter.add(self.meter.label(req.sampling_params.custom_params), accepted, part.depths)
+                note_nodes(req, part.num_nodes, accepted)
+        if drafts and serving.adaptive is not None:
+            cost_ms = serving.adaptive.cost(part.num_nodes, batch_size)
+            self.meter.paid(batch_size, emitted, cost_ms, serving.adaptive.plain(batch_size))
+        if self.exporter is not None:
+            self.exporter.flush(self.switch.drafting)
+
+    def _look(self) -> None:
+        """Every few rounds: is there an order of the operator's, does drafting still pay?"""
+        self.rounds += 1
+        if self.rounds % LOOK_EVERY != 1:
+            return
+        plan = self.switch.look(self.meter.pays, self._judge) if self.ranks.rank == 0 else None
+        plan = self.ranks.from_first(plan)
+        if plan is not None:
+            self._carry_out(plan)
+
+    def _carry_out(self, plan: Plan) -> None:
+        serving, error = self.serving, None
+        if plan.heads is not None:
+            try:
+                opened = open_served(plan.heads, self.vocab_size)
+                tree = self._tree_of(opened)
+                serving = self._serving(opened, tree, self._load(opened, tree))
+            except (ValueError, OSError, RuntimeError) as failure:  # the last: no memory for both
+                error = f"rank {self.ranks.rank} could not load {plan.heads}: {failure}"
+            errors = [each for each in self.ranks.from_all(error) if each is not None]
+            error = errors[0] if errors else None
+        before = self.switch.drafting
+        self.switch.carry_out(plan, error)
+        if error is None:
+            if serving is not self.serving or self.switch.drafting > before:
+                self.meter.forget()
+            self.serving = serving
+        if self.ranks.rank == 0:
+            self.switch.tell()
+            if self.exporter is not None:
+                self.exporter.flush(self.switch.drafting, force=True)
+
+    def _judge(self, folder: Path) -> None:
+        """ValueError for an export that this server, as it was started, cannot draft with."""
+        opened = open_served(folder, self.vocab_size)
+        if opened.vocab_size != self.vocab_size:
+            raise ValueError(f"{folder} holds heads of a vocabulary of {opened.vocab_size}, not {self.vocab_size}")
+        compare_with_target(opened, self.server_args.model_path)
+        tree = self._tree_of(opened)
+        if tree.num_nodes > self.num_nodes:
+            raise ValueError(
+                f"{folder} has a tree of {tree.num_nodes} nodes, this server was started for {self.num_nodes}; export "
+                "a smaller one, or start the server with the larger one"
+            )
+        self._beside_of(opened, tree)
+        sizes = {1 + len(kept) for kept in self._parts(opened, tree)}
+        if missing := sorted(sizes - self.captured.keys()) if self.captured else []:
+            raise ValueError(
+                f"{folder} has passes of {missing} tokens, for which this server captured no CUDA graphs at its start; "
+                f"export trees of {sorted(self.captured)} nodes"
+            )
+
+    def _tree_of(self, opened: ServedFolder) -> Tree:
+        """The exported tree, or the chain in it where the attention backend takes no tree."""
+        return opened.tree if self.branches else opened.tree.chain_part
+
+    def _beside_of(self, opened: ServedFolder, tree: Tree) -> Beside | None:
+        """What is drafted beside this tree. ValueError unless it is nothing, or what the server was started with: the
+        texts of the running requests were kept for that."""
+        if not self.branches or "beside" not in opened.config:
+            return None
+        if self.loaded_beside is None or opened.config["beside"] != self.opened.config["beside"]:
+            raise ValueError(
+                f"{opened.file.parent} drafts a lookup beside its heads as this server was not started to; export it "
+                "without beside, or start the server with it"
+            )
+        return self.loaded_beside
+
+    def _parts(self, opened: ServedFolder, tree: Tree) -> list[list[int]]:
+        """The nodes, but the root, of every part that a round may verify."""
+        whole = list(range(1, tree.num_nodes))
+        adaptive = adaptive_of(opened) if tree is opened.tree else None
+        kept = [] if adaptive is None else [adaptive.nodes(size)[1:] for size in adaptive.sizes[1:-1]]
+        return [[], *kept, *([whole] if whole else [])]
+
+    def _load(self, opened: ServedFolder, tree: Tree) -> EngineHeads:
+        model, sizes = self.model_runner.model, (opened.vocab_size, opened.heads.hidden_size)
+        lm_head = shard_of(lm_head_of(model), *sizes, self.ranks)
+        embeddings = None
+        if opened.heads.reads != "state":
+            embeddings = shard_of(embeddings_of(model), *sizes, self.ranks)
+        heads = EngineHeads(opened.load(), tree, lm_head, embeddings, self.ranks, self.model_runner.dtype, self.device)
+        if self.ranks.rank == 0:
+            logger.info(
+                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, from %s",
+                opened.heads.num_heads,
+                kind_of(opened.heads),
+                tree.num_nodes,
+                tree.depth,
+                opened.file.parent,
+            )
+        return heads
+
+    def _serving(self, opened: ServedFolder, tree: Tree, heads: EngineHeads) -> Serving:
+        requests = self.model_runner.max_running_requests
+        parts = [Part(tree, kept, requests, self.device) for kept in self._parts(opened, tree)]
+        adaptive = adaptive_of(opened) if tree is opened.tree else None
+        return Serving(tree, self._beside_of(opened, tree), heads, adaptive, parts)
+
+    def _drafts(self, batch: ScheduleBatch) -> bool:
+        """Whether this round ends with drafts for the next one."""
+        adaptive = self.serving.adaptive
+        return self.switch.drafting and (adaptive is None or len(batch.reqs) <= adaptive.draft_up_to)
+
+    def _part(self, batch: ScheduleBatch) -> Part:
+        """What this round verifies of every request's tree."""
+        serving = self.serving
+        if not self.switch.drafting or any(getattr(req, "medusa_serving", None) is not serving for req in batch.reqs):
+            return serving.parts[0]
+        if serving.adaptive is None:
+            return serving.parts[-1]
+        rows_NR = batch.spec_info.accept_tokens.view(len(batch.reqs), -1)
+        expected_NS = rows_NR[:, self.num_nodes : self.num_nodes + len(serving.parts)].view(torch.float64)
+        size = serving.adaptive.choose(expected_NS)
+        return next(part for part in serving.parts if part.num_nodes == size)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
         result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
@@ -160,14 +314,25 @@ class MedusaWorker(BaseSpecWorker):
                     self.beside.begin(batch.req_pool_indices, row, ids)
             self.beside.extend(batch.req_pool_indices, new_lengths_N, result.next_token_ids[:, None])
         return self._drafted(
-            result, result.next_token_ids, accept_lens_N, new_lengths_N, hidden_ND, result.next_token_ids
+            batch.reqs,
+            self._drafts(batch),
+            result,
+            result.next_token_ids,
+            accept_lens_N,
+            new_lengths_N,
+            hidden_ND,
+            result.next_token_ids,
         )
 
     def _verify(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
-        verify_input = self._verify_input(batch)
+        part, drafts = self._part(batch), self._drafts(batch)
+        self.launched.append((list(batch.reqs), self.serving, part, drafts))
+        verify_input = self._verify_input(batch, part)
         batch.spec_info, batch.input_ids = verify_input, verify_input.draft_token
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        N, n = len(batch.reqs), self.num_nodes
+        N, n = len(batch.reqs), part.num_nodes
+        if self.captured:
+            self.captured[n].use(self.model_runner)
         grammar_tree = None
         if batch.has_grammar:  # its copy to the host runs beside the pass
             grammar_tree = GrammarTree.from_device(
@@ -202,10 +367,21 @@ class MedusaWorker(BaseSpecWorker):
         if self.beside is not None:  # behind the root, which is known
             self.beside.extend(batch.req_pool_indices, batch.seq_lens + 1, chosen[accepted_Nn])
         batch.forward_mode = ForwardMode.DECODE
-        return self._drafted(result, chosen[accepted_Nn].flatten(), accept_lens_N, new_lengths_N, hidden_ND, root_N)
+        result = self._drafted(
+            batch.reqs,
+            drafts,
+            result,
+            chosen[accepted_Nn].flatten(),
+            accept_lens_N,
+            new_lengths_N,
+            hidden_ND,
+            root_N,
+        )
+        result.speculative_num_draft_tokens = n
+        return result
 
-    def _verify_input(self, batch: ScheduleBatch) -> MedusaVerifyInput:
-        N, n, tree = len(batch.reqs), self.num_nodes, self.engine_tree
+    def _verify_input(self, batch: ScheduleBatch, part: Part) -> MedusaVerifyInput:
+        N, n, tree = len(batch.reqs), part.num_nodes, part.tree
         batch.out_cache_loc = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=batch.req_to_token_pool.req_to_token,
@@ -217,9 +393,10 @@ class MedusaWorker(BaseSpecWorker):
         )
         prepare_mamba_track_for_verify(batch)
         only_tree = default_tree_mask_mode() == TreeMaskMode.QLEN_ONLY
-        tokens = batch.spec_info.accept_tokens
-        if self.beside is not None:
-            own = self.beside.verified(tokens.view(N, n), batch.req_pool_indices, batch.seq_lens + 1)
+        tokens_Nn = batch.spec_info.accept_tokens.view(N, -1)[:, part.nodes_s]
+        tokens = tokens_Nn.flatten()
+        if self.beside is not None and self.serving.beside is not None and part is self.serving.parts[-1]:
+            own = self.beside.verified(tokens_Nn, batch.req_pool_indices, batch.seq_lens + 1)
             mask = own.mask_Nnn.flatten() if only_tree else full_mask(own.mask_Nnn, batch.seq_lens_cpu.tolist())
             tokens, depths_Nn = own.tokens_Nn.flatten(), own.depths_Nn
             next_token_Nn, next_sibling_Nn = own.next_token_Nn, own.next_sibling_Nn
@@ -239,6 +416,8 @@ class MedusaWorker(BaseSpecWorker):
 
     def _drafted(
         self,
+        reqs: list[Any],
+        drafts: bool,
         result: GenerationBatchResult,
         next_token_ids: Tensor,
         accept_lens_N: Tensor,
@@ -247,7 +426,18 @@ class MedusaWorker(BaseSpecWorker):
         root_N: Tensor,
     ) -> GenerationBatchResult:
         """The round's result, with the next round's tree drafted from the last accepted state and its token."""
-        tokens_Nn = self.heads.draft(hidden_ND, root_N)
+        row_NR = torch.zeros(len(root_N), self.num_nodes + MOST_SIZES, dtype=torch.int64, device=root_N.device)
+        row_NR[:, 0] = root_N
+        serving = self.serving if drafts else None
+        for req in reqs:
+            req.medusa_serving = serving
+        if serving is not None:
+            drafted = serving.heads.draft(hidden_ND, root_N, with_log_p=serving.adaptive is not None)
+            row_NR[:, : serving.tree.num_nodes] = drafted.tokens_Nn
+            if serving.adaptive is not None and drafted.log_p_Nn is not None:
+                expected_NS = serving.adaptive.expected(drafted.log_p_Nn, serving.tree)
+                at = slice(self.num_nodes, self.num_nodes + expected_NS.shape[1])
+                row_NR[:, at] = expected_NS.double().view(torch.int64)
         return GenerationBatchResult(
             logits_output=result.logits_output,
             next_token_ids=next_token_ids,
@@ -255,13 +445,18 @@ class MedusaWorker(BaseSpecWorker):
             accept_lens=accept_lens_N,
             new_seq_lens=new_lengths_N,
             next_draft_input=MedusaVerifyInput(
-                draft_token_num=self.num_nodes,
+                draft_token_num=row_NR.shape[1],
                 new_seq_lens=new_lengths_N,
-                accept_tokens=tokens_Nn.flatten(),
+                accept_tokens=row_NR.flatten(),
                 accept_lens=accept_lens_N,
             ),
             speculative_num_draft_tokens=self.num_nodes,
         )
+
+
+def adaptive_of(opened: ServedFolder) -> Adaptive | None:
+    entry = opened.config.get("medusa_adaptive")
+    return None if entry is None else Adaptive.from_json(entry, opened.tree)
 
 
 def tensor_parallel_ranks() -> Ranks:
@@ -271,7 +466,15 @@ def tensor_parallel_ranks() -> Ranks:
         size=group.world_size,
         all_gather=lambda tensor: group.all_gather(tensor[None], dim=0),
         all_reduce=lambda tensor: torch.distributed.all_reduce(tensor, group=group.device_group),
+        from_first=lambda word: group.broadcast_object(word, src=0),
+        from_all=lambda word: _gathered(word, group.world_size, group.cpu_group),
     )
+
+
+def _gathered(word: str | None, size: int, group: Any) -> list[str | None]:
+    words: list[str | None] = [None] * size
+    torch.distributed.all_gather_object(words, word, group=group)
+    return words
 
 
 def lm_head_of(model: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Whether a server drafts, and with which heads: what its operator orders, and what the acceptance says.
+
+Rank 0 plans between two rounds, every LOOK_EVERY of them; all ranks carry the plan out in the same round, or none does.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_k25.serving.control import CONTROL, Order, Status, write_status
+from medusa_k25.serving.sglang.meter import Pays
+from medusa_k25.serving.untrusted import parse_object
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 16  # rounds: half a second of passes of 30 ms
+MAX_ORDER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """heads: a folder to load first, None to keep those there are. pays_or_stops: off again when it no longer pays.
+    order: the text that asks for it, parsed; None when nobody did. error: why the order is refused: then nothing else
+    changes."""
+
+    drafting: bool
+    why: str
+    pays_or_stops: bool
+    heads: Path | None = None
+    order: Mapping[str, Any] | None = None
+    error: str | None = None
+
+
+class Switch:
+    """The state, the same on all ranks. `look` is rank 0's alone. folder: None where no operator named one."""
+
+    def __init__(self, folder: Path | None, heads: Path):
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"MEDUSA_K25_CONTROL={folder} is no folder; make it, or leave the variable out")
+        self.folder, self.heads, self.started_with = folder, heads, heads
+        self.drafting, self.pays_or_stops, self.why = True, True, "since the start"
+        self._order: Mapping[str, Any] | None = None
+        self._text: bytes | None = None
+
+    def look(self, pays: Pays | None, judge: Callable[[Path], None]) -> Plan | None:
+        """What is to change; None: nothing. judge: ValueError for a folder that cannot be drafted from."""
+        text = self._read()
+        if text is not None and text != self._text:
+            self._text = text
+            return self._ordered(text, judge)
+        if self.drafting and self.pays_or_stops and pays is not None and pays.ratio < 1:
+            return Plan(
+                False,
+                f"{pays.length:.3f} tokens a cycle over the newest {pays.cycles:,} cycles make {pays.ratio:.3f} times "
+                "the speed without drafting; write control.json anew to draft again",
+                True,
+                order=self._order,
+            )
+        return None
+
+    def _read(self) -> bytes | None:
+        if self.folder is None:
+            return None
+        try:
+            with (self.folder / CONTROL).open("rb") as opened:
+                return opened.read(MAX_ORDER_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:  # a folder of that name, no right to read: said once, as an order that is refused
+            return f"{{cannot be read: {error.strerror}}}".encode()
+
+    def _ordered(self, text: bytes, judge: Callable[[Path], None]) -> Plan:
+        assert self.folder is not None
+        found: Mapping[str, Any] = {}
+        try:
+            if len(text) > MAX_ORDER_BYTES:
+                raise ValueError(f"{self.folder / CONTROL} is larger than {MAX_ORDER_BYTES:,} bytes; no order is")
+            found = parse_object(text, self.folder / CONTROL)
+            order = Order.from_json(found, self.folder / CONTROL)
+            heads = self.started_with if order.heads is None else Path(order.heads)
+            if heads != self.heads:
+                judge(heads)
+        except ValueError as error:
+            return Plan(self.drafting, self.why, self.pays_or_stops, order=found, error=str(error))
+        return Plan(
+            order.drafting != "off",
+            f"{CONTROL} says {order.drafting}",
+            order.drafting == "auto",
+            None if heads == self.heads else heads,
+            found,
+        )
+
+    def carry_out(self, plan: Plan, error: str | None = None) -> None:
+        """error: why the plan's heads could not be loaded on some rank: then all stays as it is."""
+        self._order, error = plan.order, error or plan.error
+        if error is None:
+            self.drafting, self.why, self.pays_or_stops = plan.drafting, plan.why, plan.pays_or_stops
+            self.heads = plan.heads or self.heads
+        self.error = error
+
+    def tell(self) -> None:
+        """Rank 0: into the log, and into status.json where there is a folder. A full disk stops no server."""
+        status = Status("on" if self.drafting else "off", self.why, str(self.heads), self.error, self._order)
+        if status.error is not None:
+            logger.error("MEDUSA: an order is refused, nothing changes: %s", status.error)
+        else:
+            logger.info("MEDUSA: drafting is %s with %s: %s", status.drafting, status.heads, status.why)
+        if self.folder is not None:
+            try:
+                write_status(self.folder, status)
+            except OSError as error:
+                logger.error("MEDUSA: status.json cannot be written: %s", error)
+
+    error: str | None = None
+
+
+def control_folder() -> Path | None:
+    from medusa_k25.serving.control import CONTROL_FOLDER
+
+    return Path(os.environ[CONTROL_FOLDER]) if os.environ.get(CONTROL_FOLDER) else None

@@ -1,0 +1,257 @@
+"""A running server is switched, by its operator and by itself, and tells what it does. Its text stays the target's."""
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_k25.adaptive import Adaptive
+from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
+from medusa_k25.serving.control import Order, Status, give_order, read_status
+from medusa_k25.serving.sglang.meter import NODES
+from medusa_k25.target import Target, TargetModel
+from medusa_k25.tree import Tree
+from tests.engines.sglang.accepting import TREE, accepting_heads, decode_all, serve_from
+from tests.engines.sglang.engine import serving
+
+LIMIT = 40
+
+
+@dataclass
+class World:
+    """A target with prompts, their answers, and heads that know them. passes: of the reference decoder, with TREE."""
+
+    target: Target
+    model: TargetModel
+    vocabulary: DraftVocabulary
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    heads: Heads
+    passes: list[int]
+
+    def export(self, folder: Path, tree: Tree = TREE, adaptive: Adaptive | None = None) -> Path:
+        folder.mkdir()
+        serve_from(folder, self.target, self.heads, self.vocabulary, tree)
+        if adaptive is not None:
+            file = folder / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"medusa_adaptive": adaptive.as_json()}))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def world(tiny_llama: Target) -> World:
+    target, model = tiny_llama, tiny_llama.load_model(torch.float32)
+    everything = DraftVocabulary(torch.arange(target.vocab_size), target.vocab_size)
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(3, 490, (3 + i * 7 % 40,), generator=generator).tolist() for i in range(8)]
+    nothing = ResidualHeads(target.hidden_size, 1)
+    plain = decode_all(target, model, nothing, everything, Tree([]), prompts, LIMIT)
+    answers = [each.answer_ids for each in plain]
+    heads = accepting_heads(model, target.lm_head, prompts, answers, everything, steps=40)
+    decoded = decode_all(target, model, heads, everything, TREE, prompts, LIMIT)
+    return World(target, model, everything, prompts, answers, heads, [each.acceptance.passes for each in decoded])
+
+
+@dataclass
+class Client:
+    url: str
+    control: Path
+    faults: list[str] = field(default_factory=list)
+
+    def ask(self, prompts: Sequence[Sequence[int]], limit: int = LIMIT, **more: Any) -> list[dict[str, Any]]:
+        sampling = {"temperature": 0, "max_new_tokens": limit, "ignore_eos": True, **more}
+        body = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            rows: list[dict[str, Any]] = json.load(answer)
+        return rows
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=20) as answer:
+            lines = answer.read().decode().splitlines()
+        series = (line.rsplit(" ", 1) for line in lines if line.startswith("medusa_k25:"))
+        return {name: float(value) for name, value in series}
+
+    def order(self, order: Order | str) -> Status:
+        """Give it and wait until a server under load has answered."""
+        if isinstance(order, str):
+            (self.control / "control.json").write_text(order)
+        else:
+            give_order(self.control, order)
+        before = (self.control / "status.json").read_bytes() if (self.control / "status.json").exists() else None
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (self.control / "status.json").exists() and (self.control / "status.json").read_bytes() != before:
+                status = read_status(self.control)
+                assert status is not None
+                return status
+            time.sleep(0.05)
+        raise AssertionError("the server did not look at its control file")
+
+
+@contextmanager
+def under_load(client: Client, world: World) -> Iterator[None]:
+    """Requests come all the time, each of which must get the target's own text."""
+    done = threading.Event()
+
+    def keep_asking(first: int) -> None:
+        place = first
+        while not done.is_set():
+            some = [place % len(world.prompts), (place + 3) % len(world.prompts)]
+            try:
+                for at, row in zip(some, client.ask([world.prompts[at] for at in some]), strict=True):
+                    if row["output_ids"] != world.answers[at]:
+                        client.faults.append(f"answer {at}: {row['output_ids']}, expected {world.answers[at]}")
+            except OSError as error:
+                client.faults.append(str(error))
+                return
+            place += 1
+
+    threads = [threading.Thread(target=keep_asking, args=(first,)) for first in (0, 4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert client.faults == []
+
+
+@contextmanager
+def server(world: World, folder: Path, tmp_path: Path, **more: Any) -> Iterator[Client]:
+    control = tmp_path / "control"
+    control.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEDUSA_K25_CONTROL", str(control))
+        if "tp_size" in more:
+            patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        arguments: dict[str, Any] = {
+            "speculative_algorithm": "MEDUSA",
+            "speculative_draft_model_path": str(folder),
+        }
+        arguments |= {"context_length": 160, "skip_tokenizer_init": True, "enable_metrics": True}
+        with serving(world.target, tmp_path / "log", **arguments, **more) as (url, _):
+            yield Client(url, control)
+
+
+def nodes_of(row: dict[str, Any]) -> list[int]:
+    """Of every pass of a request, from its meta_info."""
+    nodes: list[int] = row["meta_info"][NODES]
+    assert len(nodes) == len(row["output_ids"]) and nodes[0] == 0
+    return [number for number in nodes if number]
+
+
+def check_text(client: Client, world: World, **more: Any) -> list[dict[str, Any]]:
+    rows = client.ask(world.prompts, **more)
+    assert [row["output_ids"] for row in rows] == world.answers
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_orders_are_carried_out_under_load(world: World, tmp_path: Path, ranks: int) -> None:
+    first, second = world.export(tmp_path / "first"), world.export(tmp_path / "second", Tree.chain(2))
+    larger = world.export(tmp_path / "larger", Tree([[rank] for rank in range(20)]))
+    (tmp_path / "empty").mkdir()
+    with server(world, first, tmp_path, **({"tp_size": 2} if ranks == 2 else {})) as client:
+        rows = check_text(client, world)
+        assert [row["meta_info"]["spec_verify_ct"] for row in rows] == world.passes
+        assert {number for row in rows for number in nodes_of(row)} == {TREE.num_nodes}
+        assert [len(nodes_of(row)) for row in rows] == world.passes
+        with under_load(client, world):
+            status = client.order(Order("off"))
+            assert (status.drafting, status.error) == ("off", None)
+        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {1}
+        with under_load(client, world):
+            status = client.order(Order("on", str(second)))
+            assert (status.drafting, status.heads, status.error) == ("on", str(second), None)
+        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {3}
+        for order, words in (
+            (Order("off", str(tmp_path / "missing")), "no export folder"),
+            (Order("off", str(tmp_path / "empty")), "no export folder"),
+            (Order("off", str(larger)), "21 nodes, this server was started for 12"),
+            ('{"drafting": ', "damaged"),
+        ):
+            with under_load(client, world):
+                status = client.order(order)
+            assert status.error is not None and words in status.error
+            assert (status.drafting, status.heads) == ("on", str(second))
+        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {3}
+        with under_load(client, world):
+            assert client.order(Order("on")).heads == str(first)
+        rows = check_text(client, world)
+        assert [len(nodes_of(row)) for row in rows] == world.passes
+
+
+def test_the_metrics_endpoint_counts_what_requests_were_told(world: World, tmp_path: Path) -> None:
+    with server(world, world.export(tmp_path / "first"), tmp_path) as client:
+        rows = check_text(client, world, custom_params={"medusa_k25_label": "known"})
+        stranger = client.ask(world.prompts[:1])[0]
+        with under_load(client, world):
+            client.order(Order("off"))
+        time.sleep(1.5)
+        before = client.metrics()
+        plain = check_text(client, world, custom_params={"medusa_k25_label": "off"})
+        time.sleep(1.5)
+        client.ask(world.prompts[:1], 2)  # a cycle more, with which the last second is written
+        series = client.metrics()
+    assert sum(nodes_of(stranger)) > 0
+    assert (before["medusa_k25:drafting"], series["medusa_k25:drafting"]) == (0, 0)
+    cycles = sum(map(len, map(nodes_of, rows)))
+    assert series['medusa_k25:cycles_total{kind="verify",label="known"}'] == cycles == sum(world.passes)
+    assert series['medusa_k25:cycles_total{kind="plain",label="known"}'] == 0
+    emitted = series['medusa_k25:emitted_tokens_total{label="known"}']
+    # the last pass of an answer may accept drafts beyond its end
+    assert (LIMIT - 1) * len(rows) <= emitted <= (LIMIT - 1 + TREE.depth) * len(rows)
+    assert series['medusa_k25:accept_length{label="known"}'] == pytest.approx(emitted / cycles)
+    drafted = [series[f'medusa_k25:drafted_tokens_total{{depth="{d}",label="known"}}'] for d in (1, 2, 3)]
+    assert drafted == [cycles * int((TREE.depths_n == depth).sum()) for depth in (1, 2, 3)]
+    accepted = [series[f'medusa_k25:accepted_tokens_total{{depth="{d}",label="known"}}'] for d in (1, 2, 3)]
+    assert sum(accepted) == emitted - cycles and accepted == sorted(accepted, reverse=True)
+    assert series['medusa_k25:plain_share{label="off"}'] == 1
+    assert series['medusa_k25:cycles_total{kind="plain",label="off"}'] == sum(map(len, map(nodes_of, plain)))
+
+
+def adaptive_for(tree: Tree, sizes: Sequence[int], whole_ms: float, pace: float = 0.0, up_to: int = 8) -> Adaptive:
+    """Uncalibrated; a pass of s nodes takes 1 ms and a share of what the whole tree takes more."""
+    costs = tuple(1 + (whole_ms - 1) * (size - 1) / (tree.num_nodes - 1) for size in sizes)
+    return Adaptive(
+        order=tuple(range(1, tree.num_nodes)),
+        sizes=tuple(sizes),
+        calibration=((1.0, 0.0),) * tree.depth,
+        batches=(1,),
+        cost_ms=(costs,),
+        plain_ms=(1.0,),
+        pace=(pace,),
+        draft_up_to=up_to,
+    )
+
+
+def test_drafting_that_does_not_pay_is_switched_off_and_says_why(world: World, tmp_path: Path) -> None:
+    """A pass takes a hundred times as long, and there is no pace to compare it with: the whole tree, for a window."""
+    losing = world.export(tmp_path / "losing", adaptive=adaptive_for(TREE, [1, 12], 100.0))
+    with server(world, losing, tmp_path) as client:
+        deadline = time.monotonic() + 120
+        while (status := read_status(client.control)) is None and time.monotonic() < deadline:
+            check_text(client, world)
+        assert status is not None and status.drafting == "off" and "times the speed without drafting" in status.why
+        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {1}
+
+
+def test_above_a_batch_size_nothing_is_drafted(world: World, tmp_path: Path) -> None:
+    folder = world.export(tmp_path / "small", adaptive=adaptive_for(TREE, [1, 12], 1.5, up_to=2))
+    with server(world, folder, tmp_path) as client:
+        alone = client.ask(world.prompts[:1])[0]
+        assert len(nodes_of(alone)) == world.passes[0] and set(nodes_of(alone)) == {12}
+        rows = client.ask(world.prompts)
+        assert [row["output_ids"] for row in rows] == world.answers
+        assert 1 in {number for row in rows for number in nodes_of(row)}
