@@ -2,11 +2,13 @@
 
 make bench-engines. Real engines on the CPU, float32, SmolLM2 and the demo's heads, the same prompts and the same number
 of nodes a pass. Timed in CPU seconds of the scheduler's thread, so that what else runs on the machine matters less.
-Then the same question for Kimi-K2.5 on eight GPUs, by arithmetic.
+Then a server with MEDUSA that is switched off against one without it, in turn: all that its scheduler does for a pass.
+Last the first question for Kimi-K2.5 on eight GPUs, by arithmetic.
 """
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ TIMED = {
     "drafting": "medusa_k25.serving.sglang.drafting.EngineHeads.draft",
 }
 PROMPTS, TOKENS = 16, 48
+OFF_ROUNDS = 4
 
 
 def register() -> None:
@@ -49,7 +52,10 @@ def register() -> None:
                 spent[name] += time.thread_time() - started
                 if outermost:
                     spent["rounds"] += 1
-                    Path(os.environ[SPENT]).write_text(json.dumps(spent))
+            if name == "target":  # from pass to pass: everything that the thread does
+                spent["first"] = spent["first"] or time.thread_time()
+                spent["last"], spent["passes"] = time.thread_time(), spent["passes"] + 1
+            Path(os.environ[SPENT]).write_text(json.dumps(spent))
             return result
 
         return timed
@@ -122,7 +128,30 @@ def main() -> None:
                     + f"  {(total - spent['target'] - drafting) * a_round:5.2f} ms",
                     flush=True,
                 )
+        switched_off(medusa, Path(folder))
     kimi_k25()
+
+
+def switched_off(medusa: dict[str, Any], folder: Path) -> None:
+    """What a server pays for MEDUSA while it is off."""
+    from medusa_k25.serving.control import CONTROL_FOLDER, Order, give_order
+
+    os.environ[CONTROL_FOLDER] = str(folder)
+    give_order(folder, Order("off"))
+    for batch in (1, 4):
+        took: dict[str, list[float]] = {"without": [], "off": []}
+        for _ in range(OFF_ROUNDS):
+            for name, arguments in (("without", {}), ("off", medusa)):
+                spent, tokens = measure(batch, **arguments)
+                assert tokens == 1
+                took[name].append(1000 * (spent["last"] - spent["first"]) / (spent["passes"] - 1))
+        without, off = (statistics.median(each) for each in took.values())
+        print(
+            f"{batch:8}  CPU ms from pass to pass: without MEDUSA {without:.2f}, switched off {off:.2f}: "
+            f"{off / without - 1:+.1%} (in {OFF_ROUNDS} turns {min(took['off']) / max(took['without']) - 1:+.1%} to "
+            f"{max(took['off']) / min(took['without']) - 1:+.1%})",
+            flush=True,
+        )
 
 
 def kimi_k25() -> None:

@@ -18,7 +18,7 @@ from medusa_k25.serving import decode
 from medusa_k25.serving.decode import Drafter, prove, sampled, speculative_decode, verify
 from medusa_k25.target import TargetModel
 from medusa_k25.tree import Tree
-from tests.tiny import NEW_TOKENS, cache_of, greedy_answer, random_prompts
+from tests.tiny import cache_of, greedy_answer, random_prompts
 
 K = 3
 TREE = Tree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 2]])

@@ -26,7 +26,7 @@ from medusa_k25.adaptive import MOST_SIZES, Adaptive
 from medusa_k25.heads import kind_of
 from medusa_k25.ngram.beside import Beside
 from medusa_k25.serving.beside_files import open_beside
-from medusa_k25.serving.formats import ServedFolder, open_served
+from medusa_k25.serving.formats import ServedFolder, ServedHeads, open_served
 from medusa_k25.serving.sglang.algorithm import compare_with_target, heads_folder
 from medusa_k25.serving.sglang.beside import EngineBeside
 from medusa_k25.serving.sglang.compat import (
@@ -115,7 +115,7 @@ class MedusaWorker(BaseSpecWorker):
         found = open_beside(self.opened, folder, self.opened.vocab_size) if self.branches else None
         self.loaded_beside = None if found is None else found.load()
         self.vocab_size = self.opened.vocab_size
-        self.heads = self._load(self.opened, self.tree)
+        self.heads = self._engine_heads(self.opened.load(), self.tree)
 
     @property
     def draft_worker(self) -> None:
@@ -128,6 +128,7 @@ class MedusaWorker(BaseSpecWorker):
         row = self.req_to_token_pool.req_to_token.shape[1]
         assert row >= self.model_runner.model_config.context_len + get_alloc_reserve_per_decode()  # room_for_two_trees
         self.serving = self._serving(self.opened, self.tree, self.heads)
+        del self.heads  # others may take their place, and their memory
         self.beside = None
         if self.loaded_beside is not None:
             places = self.req_to_token_pool.req_to_token.shape[0]
@@ -189,14 +190,18 @@ class MedusaWorker(BaseSpecWorker):
     def _carry_out(self, plan: Plan) -> None:
         serving, error = self.serving, None
         if plan.heads is not None:
-            try:
+            served = None
+            try:  # what only one rank cannot read must not leave the others waiting for it in a collective
                 opened = open_served(plan.heads, self.vocab_size)
-                tree = self._tree_of(opened)
-                serving = self._serving(opened, tree, self._load(opened, tree))
-            except (ValueError, OSError, RuntimeError) as failure:  # the last: no memory for both
-                error = f"rank {self.ranks.rank} could not load {plan.heads}: {failure}"
+                served = opened.load()
+                torch.empty(self._room_for(served), dtype=torch.uint8, device=self.device)  # and is free again
+            except (ValueError, RuntimeError) as failure:  # the latter: no memory for both
+                error = f"rank {self.ranks.rank} cannot load {plan.heads}: {failure}"
             errors = [each for each in self.ranks.from_all(error) if each is not None]
             error = errors[0] if errors else None
+            if error is None and served is not None:
+                tree = self._tree_of(opened)
+                serving = self._serving(opened, tree, self._engine_heads(served, tree))
         before = self.switch.drafting
         self.switch.carry_out(plan, error)
         if error is None:
@@ -230,7 +235,7 @@ class MedusaWorker(BaseSpecWorker):
 
     def _tree_of(self, opened: ServedFolder) -> Tree:
         """The exported tree, or the chain in it where the attention backend takes no tree."""
-        return opened.tree if self.branches else opened.tree.chain_part
+        return opened.tree if self.branches or opened.tree.width <= 1 else opened.tree.chain_part
 
     def _beside_of(self, opened: ServedFolder, tree: Tree) -> Beside | None:
         """What is drafted beside this tree. ValueError unless it is nothing, or what the server was started with: the
@@ -251,28 +256,34 @@ class MedusaWorker(BaseSpecWorker):
         kept = [] if adaptive is None else [adaptive.nodes(size)[1:] for size in adaptive.sizes[1:-1]]
         return [[], *kept, *([whole] if whole else [])]
 
-    def _load(self, opened: ServedFolder, tree: Tree) -> EngineHeads:
-        model, sizes = self.model_runner.model, (opened.vocab_size, opened.heads.hidden_size)
+    def _engine_heads(self, served: ServedHeads, tree: Tree) -> EngineHeads:
+        model, sizes = self.model_runner.model, (self.vocab_size, served.heads.hidden_size)
         lm_head = shard_of(lm_head_of(model), *sizes, self.ranks)
         embeddings = None
-        if opened.heads.reads != "state":
+        if served.heads.reads != "state":
             embeddings = shard_of(embeddings_of(model), *sizes, self.ranks)
-        heads = EngineHeads(opened.load(), tree, lm_head, embeddings, self.ranks, self.model_runner.dtype, self.device)
-        if self.ranks.rank == 0:
-            logger.info(
-                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, from %s",
-                opened.heads.num_heads,
-                kind_of(opened.heads),
-                tree.num_nodes,
-                tree.depth,
-                opened.file.parent,
-            )
-        return heads
+        return EngineHeads(served, tree, lm_head, embeddings, self.ranks, self.model_runner.dtype, self.device)
+
+    def _room_for(self, served: ServedHeads) -> int:
+        """Bytes that heads take at most on a rank: their own, and the target's rows of their draft vocabulary."""
+        numbers = sum(parameter.numel() for parameter in served.heads.parameters())
+        rows = 2 * len(served.vocabulary.token_ids_M) * served.heads.hidden_size
+        return (numbers + rows) * self.model_runner.dtype.itemsize
 
     def _serving(self, opened: ServedFolder, tree: Tree, heads: EngineHeads) -> Serving:
         requests = self.model_runner.max_running_requests
         parts = [Part(tree, kept, requests, self.device) for kept in self._parts(opened, tree)]
         adaptive = adaptive_of(opened) if tree is opened.tree else None
+        if self.ranks.rank == 0:
+            logger.info(
+                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, verified in parts of %s nodes, from %s",
+                heads.heads.num_heads,
+                kind_of(heads.heads),
+                tree.num_nodes,
+                tree.depth,
+                ", ".join(str(part.num_nodes) for part in parts),
+                opened.file.parent,
+            )
         return Serving(tree, self._beside_of(opened, tree), heads, adaptive, parts)
 
     def _drafts(self, batch: ScheduleBatch) -> bool:
