@@ -47,7 +47,7 @@ def test_every_request_has_the_reference_merge(beside, some, random):
             choices[node] = random.choice([token for token in range(VOCAB) if token not in taken])
         drafted.append([ids[-1], *choices.values()])
     lengths_N = torch.tensor([len(ids) for ids in some])
-    found = engine.verified(torch.tensor(drafted), place_N, lengths_N)
+    found = engine.verified(torch.tensor(drafted), place_N, lengths_N, int(lengths_N.max()))
     n = beside.tree.num_nodes
     for row, (ids, tokens) in enumerate(zip(some, drafted, strict=True)):
         topology, merged = beside.merged(tokens, ids)
@@ -65,6 +65,6 @@ def test_what_is_no_token_is_never_drafted():
     engine = EngineBeside(beside, 1, 20, VOCAB, "cpu")
     place_N = torch.zeros(1, dtype=torch.long)
     engine.begin(place_N, 0, [1, 2, 10**12, 10**12, 1, 2])
-    found = engine.verified(torch.tensor([[2, 5, 6]]), place_N, torch.tensor([6]))
+    found = engine.verified(torch.tensor([[2, 5, 6]]), place_N, torch.tensor([6]), 6)
     assert found.tokens_Nn.tolist() == [[2, VOCAB - 1, VOCAB - 1]]
     assert engine.nbytes == 20 * 4

@@ -60,12 +60,13 @@ class EngineBeside:
         at_NW = known_N.long()[:, None] + torch.arange(tokens_NW.shape[1], device=tokens_NW.device)
         self.history_PL[place_N.long()[:, None], at_NW] = tokens_NW.int()
 
-    def verified(self, tokens_Nn: Tensor, place_N: Tensor, lengths_N: Tensor) -> Verified:
-        """tokens_Nn: of the whole tree; lengths_N: tokens known of each request, the root included."""
+    def verified(self, tokens_Nn: Tensor, place_N: Tensor, lengths_N: Tensor, longest: int) -> Verified:
+        """tokens_Nn: of the whole tree; lengths_N: tokens known of each request, the root included; longest: of these,
+        for the host to know how much of the rows is to be searched."""
         beside, whole, smaller = self.beside, self.whole, self.smaller
         N, n, m = len(tokens_Nn), whole.num_nodes, smaller.num_nodes
         tokens_Nn = tokens_Nn.long()
-        history_NL = self.history_PL[place_N.long()]
+        history_NL = self.history_PL[:, :longest][place_N.long()]
         found_N, ahead_NW = continuations(
             history_NL, lengths_N.long(), self.table, beside.shortest, beside.longest, beside.reach
         )

@@ -407,7 +407,8 @@ class MedusaWorker(BaseSpecWorker):
         tokens_Nn = batch.spec_info.accept_tokens.view(N, -1)[:, part.nodes_s]
         tokens = tokens_Nn.flatten()
         if self.beside is not None and self.serving.beside is not None and part is self.serving.parts[-1]:
-            own = self.beside.verified(tokens_Nn, batch.req_pool_indices, batch.seq_lens + 1)
+            longest = int(batch.seq_lens_cpu.max()) + 1
+            own = self.beside.verified(tokens_Nn, batch.req_pool_indices, batch.seq_lens + 1, longest)
             mask = own.mask_Nnn.flatten() if only_tree else full_mask(own.mask_Nnn, batch.seq_lens_cpu.tolist())
             tokens, depths_Nn = own.tokens_Nn.flatten(), own.depths_Nn
             next_token_Nn, next_sibling_Nn = own.next_token_Nn, own.next_sibling_Nn
