@@ -89,7 +89,7 @@ def serving(target: Target, log: Path, **arguments: Any) -> Iterator[tuple[str, 
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 300
         while True:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
             try:
