@@ -11,7 +11,7 @@ Tokens per ms would be another rule, and is a worse one: where the drafts are su
 is best, and starts the next cycle at a place that is no better than others; where they are not, it verifies drafts
 that are better than a plain step's ratio and worse than the average. With the pace that the rule itself reaches, no
 other choice from the same expectations is faster in the long run (Dinkelbach's theorem; where a cycle stops is taken
-to say nothing of how predictable the text there is). What is fitted and priced, and how, is in adaptive_fit.py.
+to say nothing of how predictable the text there is). What is fitted and priced, and how, is in serving/adaptive_fit.py.
 
 Parts are static: nested, closed under parents, the same for all requests of a batch, so that a server needs one graph
 for each size. Torch and the standard library only: a server imports this.
@@ -75,14 +75,9 @@ class Adaptive:
         return 1 + self.right(log_p_Nn, tree) @ _tables(self, tree, log_p_Nn.device).members_nS
 
     def right(self, log_p_Nn: Tensor, tree: Tree) -> Tensor:
-        """[N, n] in float32: the probability that a node's draft and all above it are right; 0 at the root, no draft.
-
-        Where log_p is nan, as it never should be, a draft is worth nothing.
-        """
+        """float32 [N, n]: the probability that a node's draft and all above it are right; 0 at the root, no draft."""
         tables = _tables(self, tree, log_p_Nn.device)
-        log_p_Nn = log_p_Nn.float().nan_to_num(nan=-SURE)
-        odds_Nn = (log_p_Nn - (-log_p_Nn.expm1()).log()).clamp(-SURE, SURE)
-        log_right_Nn = logsigmoid(tables.slope_n * odds_Nn + tables.offset_n)
+        log_right_Nn = logsigmoid(tables.slope_n * log_odds(log_p_Nn) + tables.offset_n)
         log_right_Nn[:, 0] = 0
         right_Nn = (log_right_Nn @ tables.above_nn).exp()
         right_Nn[:, 0] = 0
@@ -157,6 +152,12 @@ class Adaptive:
             tuple(_numbers(entry["pace"], "pace", B, 0, LARGEST_NUMBER)),
             up_to,
         )
+
+
+def log_odds(log_p: Tensor) -> Tensor:
+    """log p - log(1 - p) in float32, bounded; of nan, which never should be, those of an unlikely draft."""
+    log_p = log_p.float().nan_to_num(nan=-SURE)
+    return (log_p - (-log_p.expm1()).log()).clamp(-SURE, SURE)
 
 
 def interpolated(values: Sequence[float], batches: Sequence[int], requests: int) -> float:

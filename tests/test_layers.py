@@ -40,7 +40,7 @@ LAYERS = {
     ],
     "serving": [
         *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
-        *("serving.ngram_corpus", "serving.beside_files", "serving.control", "costs.probing"),
+        *("serving.ngram_corpus", "serving.beside_files", "serving.adaptive_fit", "serving.control", "costs.probing"),
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),

@@ -191,9 +191,9 @@ class CycleModel:
             for nodes in _sizes(num_nodes)
         }
 
-    def drafting(self, heads: Heads, draft_vocab_size: int, nodes: int) -> Drafting:
-        """Of `nodes`, see costs.drafting."""
-        return drafting(self.hardware, self.served, heads, draft_vocab_size, nodes)
+    def drafting(self, heads: Heads, draft_vocab_size: int, nodes: int, batch: int = 1) -> Drafting:
+        """Of `nodes` for each of `batch` requests, see costs.drafting."""
+        return drafting(self.hardware, self.served, heads, draft_vocab_size, nodes, batch)
 
     def types(
         self, heads: Heads, draft_vocab_size: int, batch: int = 1, context: int | None = None, temperature: float = 0.0

@@ -18,7 +18,7 @@ ITEM_BYTES = 2  # of weights and states, bf16
 
 @dataclass(frozen=True)
 class Drafting:
-    """One drafting for a tree of `nodes`, root included. Bytes and FLOPs are those of one rank.
+    """One drafting for trees of `nodes`, root included. Bytes and FLOPs are those of one rank.
 
     heads: how many draft; a tree of n nodes is n - 1 deep at most. parameters: of all heads, which every rank holds.
     read_bytes: weights of features and lm_head, again for every head that waits for the one before it. held_bytes: the
@@ -44,8 +44,10 @@ class Drafting:
         )
 
 
-def drafting(hardware: Hardware, served: Served, heads: Heads, draft_vocab_size: int, nodes: int) -> Drafting:
-    """Of one request. `heads` may lie on the meta device.
+def drafting(
+    hardware: Hardware, served: Served, heads: Heads, draft_vocab_size: int, nodes: int, batch: int = 1
+) -> Drafting:
+    """Of `batch` requests: they share what is read. `heads` may lie on the meta device.
 
     Heads that read the state alone multiply a rank's share of lm_head, then the ranks gather their best tokens. For all
     others every rank holds the draft vocabulary's rows of lm_head, and for the path those of the embeddings; what is
@@ -61,10 +63,10 @@ def drafting(hardware: Hardware, served: Served, heads: Heads, draft_vocab_size:
     matrices = count if in_turn or heads.own_lm_head else 1
     more_rows = nodes - 1 - count if in_turn else 0  # taken to be of the dearest head
     read_bytes = ITEM_BYTES * (sum(products) + matrices * lm_head)
-    flops = 2 * (sum(products) + count * lm_head + more_rows * (max(products) + lm_head))
+    flops = 2 * batch * (sum(products) + count * lm_head + more_rows * (max(products) + lm_head))
     reading_s = read_bytes / (hardware.bandwidth_tb_s.value * 1e12 * hardware.bandwidth_share.value)
     products_s = flops / (hardware.bf16_tflops.value * 1e12 * hardware.train_share.value)
-    message = (D if heads.reads == "state" else 2 * D) * ITEM_BYTES
+    message = batch * (D if heads.reads == "state" else 2 * D) * ITEM_BYTES
     collective_ms = hardware.allreduce_us(message) / 1000 if gpus > 1 else 0.0
     copied = M < served.vocab_size or shares < gpus  # else the target's own rows serve
     rows = (0 if heads.own_lm_head else 1 / shares) + (in_turn and gpus > 1)

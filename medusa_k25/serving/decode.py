@@ -3,8 +3,8 @@
 Slow and plain on purpose: it is what a serving engine must equal, and what replay is held against. Lossless: at every
 node the target chooses its own next token (greedily or by sampling) and the walk goes on while a draft carries it.
 
-Letters: T tokens, n tree nodes, V vocabulary, D hidden, K heads, M draft vocabulary; at a depth of the tree P drafters,
-R choices of each, C nodes, S numbers of a state.
+Letters: T tokens, N states to draft from, n tree nodes, V vocabulary, D hidden, K heads, M draft vocabulary; at a depth
+of the tree P drafters, Q of all N states, R choices of each, C nodes, S numbers of a state.
 """
 
 import time
@@ -56,32 +56,48 @@ class Drafter:
         self.speculator, self.tree = speculator, tree
         self.levels = tree.levels(by_path=speculator.heads.reads == "path")
 
-    @torch.no_grad()
     def draft(self, hidden_D: Tensor, root: int) -> list[int]:
         """Token of every node; node 0 is the root."""
+        tokens_1n, _ = self.draft_all(hidden_D[None], torch.tensor([root]))
+        return tokens_1n[0].tolist()
+
+    @torch.no_grad()
+    def draft_all(self, hidden_ND: Tensor, root_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [N, n] of every node from many states at once, node 0 the root, and how sure the heads are of them.
+
+        The latter is float32 [N, n]: the log softmax probability over the draft vocabulary of a node's draft, which the
+        heads give it below the drafts on its path; 0 for the root.
+        """
         heads, lm_head_MD = self.speculator.heads, self.speculator.lm_head_MD
 
-        def drafts(lm_head: Tensor) -> list[int]:
-            return self._drafts(hidden_D, root, lm_head.expand(heads.num_heads, -1, -1))
+        def drafts(lm_head: Tensor) -> tuple[Tensor, Tensor]:
+            return self._drafts(hidden_ND, root_N, lm_head.expand(heads.num_heads, -1, -1))
 
         return heads.with_lm_head(lm_head_MD, drafts)
 
-    def _drafts(self, hidden_D: Tensor, root: int, lm_head_KMD: Tensor) -> list[int]:
+    def _drafts(self, hidden_ND: Tensor, root_N: Tensor, lm_head_KMD: Tensor) -> tuple[Tensor, Tensor]:
         heads, vocabulary, embed = self.speculator.heads, self.speculator.vocabulary, self.speculator.embed
-        hidden_1D = hidden_D[None].to(lm_head_KMD.device, lm_head_KMD.dtype)
-        state_PS = heads.start(hidden_1D)
-        tokens_C = torch.tensor([root], device=hidden_1D.device)
-        drafted = [root]
+        N, hidden_ND = len(hidden_ND), hidden_ND.to(lm_head_KMD.device, lm_head_KMD.dtype)
+        state_NPS = heads.start(hidden_ND)[:, None]
+        tokens_NC = root_N.long().to(hidden_ND.device)[:, None]
+        tokens, log_ps = [tokens_NC], [torch.zeros(N, 1, device=hidden_ND.device)]
         for k, (level, lm_head_MD) in enumerate(zip(self.levels, lm_head_KMD, strict=False), start=1):
-            token_PD = None
+            token_QD = None
             if heads.needs_token(k):
                 assert embed is not None
-                token_PD = embed(tokens_C[level.nodes_P]).to(hidden_1D.dtype)
-            feature_PD, state_PS = heads.step(k, state_PS[level.above_P], token_PD)
-            choices_PR = vocabulary.to_target(topk_ids(feature_PD @ lm_head_MD.T, level.width))
-            tokens_C = choices_PR[level.drafter_C, level.rank_C]
-            drafted += tokens_C.tolist()
-        return drafted
+                token_QD = embed(tokens_NC[:, level.nodes_P]).to(hidden_ND.dtype).flatten(0, 1)
+            feature_QD, state_QS = heads.step(k, state_NPS[:, level.above_P].flatten(0, 1), token_QD)
+            state_NPS = state_QS.unflatten(0, (N, -1))
+            logits_QM = feature_QD @ lm_head_MD.T
+            ids_QR = topk_ids(logits_QM, level.width)
+            log_p_QR = (logits_QM.gather(1, ids_QR) - logits_QM.logsumexp(dim=1, keepdim=True)).float()
+            ids_NC, log_p_NC = (
+                each_QR.unflatten(0, (N, -1))[:, level.drafter_C, level.rank_C] for each_QR in (ids_QR, log_p_QR)
+            )
+            tokens_NC = vocabulary.to_target(ids_NC)
+            tokens.append(tokens_NC)
+            log_ps.append(log_p_NC)
+        return torch.cat(tokens, dim=1), torch.cat(log_ps, dim=1)
 
 
 @dataclass(frozen=True)
