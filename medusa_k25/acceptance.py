@@ -5,7 +5,7 @@ Letters: S states of one answer, N of all, K heads, R choices of a head.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import isnan
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from medusa_k25.cache import Cache
+from medusa_k25.cache import Cache, Document
 from medusa_k25.data.splits import Split
 from medusa_k25.data.texts import Text
 from medusa_k25.data.windows import documents_of
@@ -283,15 +283,22 @@ class Replayed:
         )
 
 
-def ranks_of(speculator: Speculator, cache: Cache, texts: Mapping[Split, Sequence[Text]]) -> dict[Text, Tensor]:
-    """`answer_ranks` of every text. texts: of `texts_of_cache`, in its order; of each conversation all or none."""
-    ranks: dict[Text, Tensor] = {}
+def by_text(
+    read: Callable[[Sequence[Document]], Sequence[Tensor]], cache: Cache, texts: Mapping[Split, Sequence[Text]]
+) -> dict[Text, Tensor]:
+    """What `read` finds for every answer, by text. texts: of `texts_of_cache`, in its order; of each conversation all
+    or none."""
+    found: dict[Text, Tensor] = {}
     for split, some in texts.items():
         wanted = {text.document for text in some}
         documents = [document for document in documents_of(cache, split) if document.id in wanted]
-        found = answer_ranks(speculator, cache, documents)
-        ranks |= zip(some, found, strict=True)
-    return ranks
+        found |= zip(some, read(documents), strict=True)
+    return found
+
+
+def ranks_of(speculator: Speculator, cache: Cache, texts: Mapping[Split, Sequence[Text]]) -> dict[Text, Tensor]:
+    """`answer_ranks` of every text, see `by_text`."""
+    return by_text(lambda documents: answer_ranks(speculator, cache, documents), cache, texts)
 
 
 def has_label(text: Text, num_heads: int) -> Tensor:

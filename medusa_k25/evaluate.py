@@ -7,6 +7,7 @@ The second form needs no states and no weights: it answers for the predictors th
 So does the first one where the run has no checkpoint yet, and with checkpoint=null.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ from medusa_k25.acceptance import (
     Predictor,
     Replayed,
     Row,
+    by_text,
     drawn,
     ranks_of,
+    some_of,
 )
 from medusa_k25.breakdown import break_down
 from medusa_k25.cache import Cache
@@ -43,7 +46,10 @@ from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_o
 from medusa_k25.heads import Heads
 from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.report import acceptance_table, update_report
+from medusa_k25.serving.adaptive_fit import PRICED_TOKENS, Costs, Priced, answer_log_p, fitted
+from medusa_k25.serving.decode import Drafter
 from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load_tokenizer
+from medusa_k25.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Evidence:
 
     train: for predictors that draft from it. target: whose text it is, None where nobody says. passes: what a pass
     costs. draft_ms: of the heads for so many nodes, by predictor. heads: with the size of their draft vocabulary.
+    log_p: how sure they are of each draft of a tree, by text (`answer_log_p`).
     """
 
     train: Sequence[Text]
@@ -62,6 +69,7 @@ class Evidence:
     draft_ms: Mapping[str, Callable[[int], float]]
     made_from: Mapping[str, Any]
     heads: tuple[Heads, int] | None = None
+    log_p: Callable[[Tree, Mapping[Split, Sequence[Text]]], Mapping[Text, Tensor]] | None = None
 
 
 @verb("target", "evaluate", "hardware")
@@ -69,8 +77,13 @@ def main(cfg: DictConfig) -> None:
     evaluator: Evaluator = instantiate(cfg.evaluate)
     run_dir, hardware = Path(cfg.run_dir), instantiate(cfg.hardware)
     read = of_conversations if reads_conversations(cfg) else of_cache
-    evaluation, verdict, section = judged(evaluator, read(cfg, hardware, evaluator))
+    evidence = read(cfg, hardware, evaluator)
+    evaluation, verdict, section = judged(evaluator, evidence)
     print(f"{acceptance_table(evaluation)}\n\n{verdict.text()}")
+    if section["tree"] is not None:
+        adaptive = priced(evidence, Tree(section["tree"]["paths"]), verdict)
+        section["adaptive"] = adaptive.as_json()
+        print(f"\n{adaptive.text()}")
     name = "predictors" if section["tree"] is None else "evaluate"  # what is known of heads stays
     update_report(run_dir, name, section)
     print(f"\nwrote {write_page(run_dir, name)}")
@@ -111,6 +124,21 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
         shape = drawn(tree.tree(nodes), replayed.passes(tree, nodes), replayed.heldout, evidence.ranks)
         section["tree"] = asdict(shape)
     return evaluation, verdict, section
+
+
+def priced(evidence: Evidence, tree: Tree, verdict: Verdict) -> Priced:
+    """The heads in the tree that was judged, when a server chooses in every cycle what part of it is verified."""
+    assert evidence.heads is not None and evidence.ranks is not None and evidence.log_p is not None
+    replayed, ranks = evidence.replayed, evidence.ranks
+    texts: dict[Split, Sequence[Text]] = {
+        "calibration": some_of(replayed.calibration, PRICED_TOKENS),
+        "heldout": some_of(replayed.heldout, PRICED_TOKENS),
+    }
+    log_p = evidence.log_p(tree, texts)
+    costs = Costs.of(evidence.passes, *evidence.heads, tree.num_nodes, verdict.context, verdict.temperature)
+    calibration, heldout = (([log_p[text] for text in some], [ranks[text] for text in some]) for some in texts.values())
+    of_target = evidence.target is not None and evidence.passes.hardware.is_of(evidence.target)
+    return Priced.of(fitted(tree, *calibration, costs), tree, *heldout, of_target)
 
 
 def broken_down(predictor: Predictor, replayed: Replayed, num_nodes: int) -> dict[str, Any]:
@@ -188,6 +216,9 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
     def draft_ms(nodes: int) -> float:
         return passes.drafting(*heads, nodes).ms
 
+    def log_p(tree: Tree, some: Mapping[Split, Sequence[Text]]) -> Mapping[Text, Tensor]:
+        return by_text(functools.partial(answer_log_p, Drafter(speculator, tree), cache), cache, some)
+
     return Evidence(
         texts["train"],
         replayed,
@@ -197,6 +228,7 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
         dict.fromkeys(HEADS, draft_ms),
         made_from | {"checkpoint": str(checkpoint.path)},
         heads,
+        log_p,
     )
 
 

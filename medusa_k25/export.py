@@ -2,6 +2,7 @@
 
 python -m medusa_k25.export [checkpoint=best] [format=sglang|vllm|medusa|ngram_corpus] [export_dir=FOLDER]
                             [num_nodes=9] [tree=[[0],[0,0],[1]]] [hardware=NAME] [beside=lookup|answers]
+                            [adaptive=false]
 python -m medusa_k25.export heads=blank [num_nodes=16] [max_width=1] [tree=...] export_dir=FOLDER
 python -m medusa_k25.export format=ngram_corpus [conversations=FILE | cache=FOLDER] [tokenizer=FOLDER]
                             [corpus_tokens=10_000_000] [num_nodes=9] export_dir=FOLDER
@@ -10,6 +11,10 @@ The tree is the one that gives most tokens/s on `hardware`, by calibration text,
 
 beside=lookup: where the last tokens stood before in prompt and answer, a pass gives some of its nodes to what followed
 there; =answers: or in the training answers, of which the folder gets a table. How many is chosen on calibration text.
+
+adaptive: format=sglang tells the server how often drafts are right that the heads are so sure of, and what a pass costs
+on `hardware`: it then chooses in every cycle what part of the tree is verified, and above which number of requests
+nothing is drafted. `evaluate` says what that is worth. =false: every cycle verifies the whole tree.
 
 format=ngram_corpus: the target's answers for SGLang's n-gram speculation, which needs neither heads nor states.
 heads=blank: untrained heads, which need no checkpoint: serve any tree, and measure what a verify pass costs.
@@ -25,15 +30,16 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from medusa_k25 import __version__
-from medusa_k25.acceptance import TREE, HeadsBesideLookup, HeadsTree, ranks_of, some_of
+from medusa_k25.acceptance import TREE, HeadsBesideLookup, HeadsTree, by_text, ranks_of, some_of
+from medusa_k25.adaptive import Adaptive
 from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks
 from medusa_k25.checkpoint import HeadsCheckpoint, find_checkpoint, load_heads
 from medusa_k25.config import verb
 from medusa_k25.costs.cycle import CycleModel
 from medusa_k25.costs.hardware import Hardware
-from medusa_k25.data.splits import SPLITS
-from medusa_k25.data.texts import holds_messages, texts_of_cache, texts_of_conversations
+from medusa_k25.data.splits import SPLITS, Split
+from medusa_k25.data.texts import Text, holds_messages, texts_of_cache, texts_of_conversations
 from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import DraftVocabulary, Heads, Speculator
 from medusa_k25.ngram.beside import MOST_CHAIN, Beside, looked_up
@@ -41,9 +47,11 @@ from medusa_k25.ngram.corpus import choose_corpus
 from medusa_k25.ngram.table import AnswersTable
 from medusa_k25.replay import NO_CALIBRATION, answer_ranks, fastest_tree, grow
 from medusa_k25.reports.report import read_report, update_report
+from medusa_k25.serving.adaptive_fit import PRICED_TOKENS, Costs, adaptive_note, answer_log_p, fitted
 from medusa_k25.serving.beside_files import SOURCES, beside_note, write_beside
 from medusa_k25.serving.blank import blank_heads, made_up_tree
 from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
+from medusa_k25.serving.decode import Drafter
 from medusa_k25.serving.formats import FORMATS, export_heads, remarks
 from medusa_k25.serving.ngram_corpus import CORPUS_FILE, make_corpus, write_corpus
 from medusa_k25.serving.untrusted import read_json
@@ -139,14 +147,23 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     beside = None
     if cfg.beside is not None:
         beside = best_beside(*opened(), tree, cfg.beside, cfg.corpus_tokens, cfg.evaluate.most_tokens)
+    adaptive = None
+    if cfg.adaptive and cfg.format == "sglang":
+        if why := without_adaptive(cfg, target, hardware):
+            print(f"every cycle verifies the whole tree: {why}")
+        else:
+            adaptive = best_adaptive(*opened(), tree, CycleModel.on(hardware, target.path))
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
     evaluation = read_report(run_dir).get("evaluate")
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
     if evaluation is not None and any(evaluation.get(key) != value for key, value in made_from.items()):
         evaluation = None  # of other heads, or on other text
     rows = measured_rows(record, evaluation, tree.paths, heads.num_heads, None if beside is None else cfg.beside)
-    write(cfg, target, heads, vocabulary, tree, provenance, data_of(Path(cfg.cache), provenance), rows, beside)
+    data = data_of(Path(cfg.cache), provenance)
+    write(cfg, target, heads, vocabulary, tree, provenance, data, rows, beside, adaptive)
     made = {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
+    if adaptive is not None:
+        made["draft_up_to"] = adaptive.draft_up_to
     if beside is not None:
         made |= {"beside": cfg.beside, "chain": beside.chain, "shortest": beside.shortest}
     update_report(run_dir, "export", made)
@@ -174,6 +191,29 @@ def best_beside(
         print(f"beside={source}: no node pays beside this tree on calibration text, the heads draft alone")
         return None
     return Beside(tree, growth.tree(tree.num_nodes - share.chain), share.shortest, table=table)
+
+
+def without_adaptive(cfg: DictConfig, target: Target, hardware: Hardware) -> str | None:
+    """Why a server cannot be told how much of the tree a cycle should verify; None: it can."""
+    if not hardware.is_of(target.name):
+        return f"hardware={hardware.name} knows the passes of {hardware.target}, not of {target.name}"
+    if cfg.beside is not None:
+        return f"beside={cfg.beside}, and nobody knows how sure what was looked up is"
+    if not (Path(cfg.cache) / "manifest.json").is_file():
+        return f"no cache at {cfg.cache}, whose calibration text says how often the heads are right when they are sure"
+    return None
+
+
+def best_adaptive(speculator: Speculator, cache: Cache, tree: Tree, passes: CycleModel) -> Adaptive:
+    """As `evaluate` prices it, of greedy requests with the usual context."""
+    calibration = some_of(texts_of_cache(cache, "calibration"), PRICED_TOKENS)
+    if not calibration:
+        raise ValueError(f"{NO_CALIBRATION}; or adaptive=false")
+    texts: dict[Split, list[Text]] = {"calibration": calibration}
+    ranks = ranks_of(speculator, cache, texts)
+    log_p = by_text(functools.partial(answer_log_p, Drafter(speculator, tree), cache), cache, texts)
+    costs = Costs.of(passes, speculator.heads, len(speculator.vocabulary), tree.num_nodes)
+    return fitted(tree, list(log_p.values()), list(ranks.values()), costs)
 
 
 def chosen_alike(cfg: DictConfig, trained: Mapping[str, Any]) -> bool:
@@ -225,6 +265,7 @@ def write(
     data: str,
     rows: list[Measured],
     beside: Beside | None = None,
+    adaptive: Adaptive | None = None,
 ) -> None:
     """The folder and its card."""
     hub_name = cfg.base_model or HUB_NAMES.get(target.name) or (target.name if "/" in target.name else None)
@@ -242,11 +283,14 @@ def write(
         target.lm_head,
         base_model,
         cfg.medusa_tree_fallback,
+        adaptive,
     )
     write_beside(folder, beside)
     notes = remarks(heads, vocabulary, cfg.format)
     if beside is not None:
         notes.append(beside_note(beside))
+    if adaptive is not None:
+        notes.append(adaptive_note(adaptive))
     for note in notes:
         print(note)
     nested = target.model_type == "kimi_k25"

@@ -18,7 +18,8 @@ from medusa_k25.checkpoint import write_heads
 from medusa_k25.config import compose
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
 from medusa_k25.replay import Acceptance
-from medusa_k25.reports.report import update_report
+from medusa_k25.reports.report import read_report, update_report
+from medusa_k25.serving.adaptive_fit import adaptive_note
 from medusa_k25.serving.blank import made_up_tree
 from medusa_k25.serving.card import measured_rows
 from medusa_k25.serving.formats import load_served, tensors_of
@@ -93,6 +94,28 @@ def test_every_format_comes_from_one_checkpoint(run_dir, tiny_llama, capsys, for
     assert out.endswith(f"wrote {run_dir / 'export'}: 3 heads in bfloat16, tree of 4 nodes\n")
     if format == "medusa":
         assert served.config["base_model_name_or_path"] == "org/tiny"
+
+
+def test_sglang_is_told_how_much_of_the_tree_to_verify_and_when(tmp_path, run_dir, tiny_llama, capsys):
+    cache_of(tiny_llama, tmp_path / "cache", num_documents=40)
+    known = [f"cache={tmp_path / 'cache'}", "allow_other_cache=true", f"hardware.target={tiny_llama.name}"]
+    run(run_dir, tiny_llama, "tree=[[0],[1],[0,0]]", *known)
+    adaptive = load_served(run_dir / "export").adaptive
+    assert adaptive is not None
+    assert (sorted(adaptive.order), adaptive.sizes) == ([1, 2, 3], (1, 2, 3, 4))
+    assert adaptive_note(adaptive) in card_of(run_dir / "export")[1]
+    assert read_report(run_dir)["export"]["draft_up_to"] == adaptive.draft_up_to
+    for overrides, why in (
+        ([f"cache={tmp_path / 'none'}", *known[1:]], "every cycle verifies the whole tree: no cache at"),
+        (known[:2], "knows the passes of smollm2-135m-instruct, not of tiny"),
+        ([*known, "beside=lookup"], "nobody knows how sure what was looked up is"),
+        ([*known, "adaptive=false"], ""),
+        ([*known, "format=vllm"], ""),
+    ):
+        capsys.readouterr()
+        run(run_dir, tiny_llama, "tree=[[0],[1],[0,0]]", *overrides)
+        assert load_served(run_dir / "export").adaptive is None
+        assert why in capsys.readouterr().out
 
 
 def table_of(text):

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from medusa_k25.acceptance import Evaluation, Replayed, Row
+from medusa_k25.adaptive import Adaptive
 from medusa_k25.evaluate import Evidence, judged
 from medusa_k25.replay import walk
 from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.pictures import accepted_by_head, break_even_of
 from medusa_k25.reports.report import acceptance_table, read_report, summary, update_report
+from medusa_k25.serving.adaptive_fit import Clocked, Priced, PricedBatch
 from medusa_k25.tracking import MetricsTable
 from medusa_k25.tree import Tree
 from tests.test_acceptance import evaluator_of, made_up
@@ -86,6 +88,24 @@ def test_the_page_is_one_self_contained_file_with_the_figures(tmp_path, section)
     tree = next(row for row in section["rows"] if (row["predictor"], row["num_nodes"]) == ("heads, tree", 9))
     assert f"heads, tree:                 {tree['every']['length']:.3f} (" in summary(tmp_path)
     assert verdict["sentence"] in summary(tmp_path)
+
+
+def test_the_page_shows_what_choosing_in_every_cycle_is_worth(tmp_path, section):
+    rule = Adaptive((1,), (1, 2), ((1.0, 0.0),), (1, 8), ((11.0, 12.0),) * 2, (10.0, 10.0), (0.1, 0.1), 1)
+    rows = (
+        PricedBatch(1, 100.0, Clocked(90.0, 0.0, 2.0), Clocked(125.0, 0.25, 1.75)),
+        PricedBatch(8, 50.0, Clocked(25.0, 0.0, 2.0), None),
+    )
+    priced = Priced(rule, rows, of_target=False)
+    assert [line.split() for line in priced.text().splitlines()[-2:]] == [
+        ["1", "100.0", "90.0", "(0.90x)", "125.0", "(1.25x)", "25%", "1.75"],
+        ["8", "50.0", "25.0", "(0.50x)", "does", "not", "draft"],
+    ]
+    update_report(tmp_path, "evaluate", section | {"adaptive": priced.as_json()})
+    page = write_page(tmp_path).read_text()
+    assert "drafting pays for at most 1 request at a time" in page and "a rehearsal" in page
+    assert "<td>90.0 (0.90 times)</td><td>125.0 (1.25 times)</td><td>25%</td><td>1.75</td>" in page
+    assert "<td>does not draft</td>" in page
 
 
 def test_a_page_without_heads(tmp_path):

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from medusa_k25.adaptive import Adaptive
 from medusa_k25.heads import HEADS, DraftVocabulary, ResidualHeads
 from medusa_k25.serving.formats import FORMATS, MAX_NODES, export_heads, load_served, open_served
 from medusa_k25.serving.untrusted import MAX_JSON_BYTES
@@ -114,6 +115,7 @@ def a_pipe_as_config(folder: Path) -> None:
 
 
 WEIGHT = "blocks.1.layers.0.weight"
+RULE = Adaptive((1,), (1, 2), ((1.0, 0.0),), (1,), ((11.0, 12.0),), (10.0,), (0.1,), 1).as_json()
 HOSTILE: dict[str, tuple[Change, str]] = {
     "huge hidden size": (configured(hidden_size=10**12), "hidden_size is 1000000000000, expected an integer from 1"),
     "hidden size that fits no file": (configured(hidden_size=1 << 16), r"is \[8, 8\], expected \[65536, 65536\]"),
@@ -129,6 +131,15 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "lm_head as number": (configured(original_lm_head=1), "original_lm_head is 1, expected true or false"),
     "tree of 10 million nodes": (raw_config(b'{"medusa_choices": [' + b"[0]," * 10**7 + b"[0]]}"), "is larger than"),
     "tree above the bound": (configured(medusa_choices=[[0]] * MAX_NODES), "1,024 paths, expected a list of at most"),
+    "rule of another tree": (
+        configured(medusa_adaptive=RULE),
+        r"medusa_adaptive\.order is \[1\], expected a list of 3",
+    ),
+    "rule as text": (configured(medusa_adaptive="always"), "medusa_adaptive is 'always', expected an object"),
+    "costs that are none": (
+        configured(medusa_choices=[[0]], medusa_adaptive=RULE | {"plain_ms": [0]}),
+        "plain_ms holds",
+    ),
     "tree as text": (configured(medusa_choices="[[0]]"), "medusa_choices is '"),
     "tree of numbers": (configured(medusa_choices=[0, 1]), "medusa_choices holds 0, expected a list of"),
     "path to the root": (configured(medusa_choices=[[]]), r"medusa_choices holds \[\], expected"),

@@ -69,6 +69,7 @@ def write_page(run_dir: Path, section: str = "evaluate") -> Path:
             f'<div class="pictures">{"".join(speed_pictures(evaluation, gallery))}</div>',
             *break_even_section(verdict),
             *types_section(verdict),
+            *adaptive_section(evaluation.get("adaptive")),
             *notes_section(verdict),
             *accuracy_section(evaluation, gallery),
             *breakdown_section(evaluation["breakdown"], gallery),
@@ -193,6 +194,32 @@ def types_section(verdict: Mapping[str, Any]) -> list[str]:
         "pays from",
     )
     return ["<h2>Types of heads</h2>", f'<p class="note">{html.escape(TYPES_SAID)}.</p>', table(head, rows)]
+
+
+def adaptive_section(adaptive: Mapping[str, Any] | None) -> list[str]:
+    """What choosing in every cycle how much is verified is worth; nothing where there are no heads."""
+    if adaptive is None:
+        return []
+    rows = []
+    for row in adaptive["rows"]:
+        none, always, chosen = row["none_tok_s"], row["always"], row["adaptive"]
+        rows.append(
+            [
+                str(row["batch"]),
+                f"{none:.1f}",
+                *(
+                    "does not draft" if each is None else f"{each['tok_s']:.1f} ({each['tok_s'] / none:.2f} times)"
+                    for each in (always, chosen)
+                ),
+                *(("", "") if chosen is None else (f"{chosen['plain_share']:.0%}", f"{chosen['nodes']:.2f}")),
+            ]
+        )
+    head = ("requests", "none", "the whole tree every cycle", "chosen in every cycle", "plain steps", "nodes a cycle")
+    return [
+        "<h2>A part of the tree, as sure as the heads are</h2>",
+        f'<p class="note">{html.escape(adaptive["said"])}.</p>',
+        table(head, rows),
+    ]
 
 
 def speed_pictures(evaluation: Mapping[str, Any], gallery: Gallery) -> list[str]:

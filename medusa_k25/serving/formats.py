@@ -2,9 +2,10 @@
 
 sglang  config.json and model.safetensors. The server shares the target's own lm_head and embeddings, of which no copy
         is shipped; own lm_heads of the heads are here, one tensor a head. `medusa_choices` in the config holds the
-        tree as rank paths. When the heads rank a reduced vocabulary, `token_map` int64 [M] names the target token of
-        each draft index. Residual heads are in vLLM's layout, where `original_lm_head` false says that they have own
-        lm_heads. Those of other types have our own names, and their type and arguments under `medusa_heads`.
+        tree as rank paths, `medusa_adaptive` how a server chooses what part of it a cycle verifies. When the heads
+        rank a reduced vocabulary, `token_map` int64 [M] names the target token of each draft index. Residual heads
+        are in vLLM's layout, where `original_lm_head` false says that they have own lm_heads. Those of other types
+        have our own names, and their type and arguments under `medusa_heads`.
 vllm    residual heads with the copy of lm_head that vLLM loads. It drafts a chain and reads no tree.
 medusa  FasterDecoding's and TGI's, for residual heads: config.json and medusa_lm_head.safetensors, every head with its
         own lm_head over the target's whole vocabulary and with biases, which their loaders take for granted.
@@ -29,6 +30,7 @@ import torch
 from safetensors.torch import save
 from torch import Size, Tensor
 
+from medusa_k25.adaptive import Adaptive
 from medusa_k25.heads import HEADS, DraftVocabulary, Heads, ResidualHeads, kind_of
 from medusa_k25.serving.untrusted import (
     WEIGHTS,
@@ -239,6 +241,7 @@ class ServedHeads:
     vocabulary: DraftVocabulary
     tree: Tree
     config: dict[str, Any]
+    adaptive: Adaptive | None = None
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,7 @@ class ServedFolder:
     vocab_size: int
     draft_size: int
     tree: Tree
+    adaptive: Adaptive | None = None  # None: the whole tree is verified in every cycle
 
     @property
     def dtype(self) -> torch.dtype:
@@ -274,7 +278,7 @@ class ServedFolder:
                     read_tensor(opened, self.names[name], self.slots[self.names[name]], place)
         except OSError as error:
             raise ValueError(f"{self.file} cannot be read: {error.strerror}") from None
-        return ServedHeads(heads, vocabulary, self.tree, self.config)
+        return ServedHeads(heads, vocabulary, self.tree, self.config, self.adaptive)
 
 
 def lm_head_fingerprint(config: Mapping[str, Any]) -> str | None:
@@ -344,7 +348,9 @@ def open_served(folder: Path, vocab_size: int | None = None) -> ServedFolder:
             if found.get(name) in ((M, D), (V, D)):
                 del found[name]
     refuse_unless_whole(file, found, {names[name]: shape for name, shape in shapes_of(heads).items()})
-    return _checked(ServedFolder(file, config, names, slots, heads, V, M, _tree_of(config, heads, where)))
+    tree = _tree_of(config, heads, where)
+    adaptive = _adaptive_of(config, tree, where)
+    return _checked(ServedFolder(file, config, names, slots, heads, V, M, tree, adaptive))
 
 
 def _open_medusa(file: Path, vocab_size: int | None) -> ServedFolder:
@@ -367,6 +373,15 @@ def _tree_of(config: Mapping[str, Any], heads: Heads, file: Path) -> Tree:
     if "medusa_choices" not in config:
         return Tree.chain(heads.num_heads)
     return checked_tree(config["medusa_choices"], file)
+
+
+def _adaptive_of(config: Mapping[str, Any], tree: Tree, file: Path) -> Adaptive | None:
+    if "medusa_adaptive" not in config:
+        return None
+    try:
+        return Adaptive.from_json(config["medusa_adaptive"], tree)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; export again") from None
 
 
 def _checked(folder: ServedFolder) -> ServedFolder:
@@ -446,13 +461,15 @@ def export_heads(
     lm_head_VD: Tensor | None = None,
     base_model: str | None = None,
     tree_fallback: str | None = None,
+    adaptive: Adaptive | None = None,
 ) -> ServedHeads:
     """Write `folder`, read it again and compare every tensor bit for bit. Returns what was read.
 
     `provenance` (target, revision, fingerprints, checkpoint, ...) goes into config.json under "medusa_k25".
     lm_head_VD: the target's, of which format=vllm and format=medusa ship rows. `base_model`: the target's name, for
     those that look for the target by the heads. tree_fallback="chain": a server whose attention backend takes no tree
-    may verify the tree's chain; None: it refuses. An export that the folder holds already is replaced.
+    may verify the tree's chain; None: it refuses. adaptive: for format=sglang alone; None: every cycle verifies the
+    whole tree. An export that the folder holds already is replaced.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format}: expected one of {', '.join(FORMATS)}")
@@ -468,7 +485,7 @@ def export_heads(
     if tree.num_nodes > MAX_NODES:
         raise ValueError(f"the tree has {tree.num_nodes:,} nodes, a server takes at most {MAX_NODES:,}")
     tree.refuse_unless_fits(heads.num_heads, len(vocabulary))
-    assert format == "sglang" or lm_head_VD is not None
+    assert format == "sglang" or (lm_head_VD is not None and adaptive is None)
     if format == "medusa" or (format == "vllm" and heads.own_lm_head and len(vocabulary) < vocabulary.vocab_size):
         assert lm_head_VD is not None and isinstance(heads, ResidualHeads)
         heads = over_whole_vocabulary(heads, vocabulary, lm_head_VD, dtype)
@@ -519,14 +536,18 @@ def export_heads(
     }
     if tree_fallback is not None:
         config["medusa_tree_fallback"] = tree_fallback
+    if adaptive is not None:
+        config["medusa_adaptive"] = adaptive.as_json()
     _write(folder, MEDUSA_FILE if format == "medusa" else FILE, save(written, metadata={"format": "pt"}), config)
 
     served = load_served(folder)
     for name, tensor in tensors_of(served.heads).items():
         if not torch.equal(tensor, tensors[names[name]]):
             raise OSError(f"{folder}: tensor '{name}' reads back differently from what was written; export again")
-    if served.tree != tree or not torch.equal(served.vocabulary.token_ids_M, vocabulary.token_ids_M):
-        raise OSError(f"{folder}: the tree or the draft vocabulary reads back differently; export again")
+    if (served.tree, served.adaptive) != (tree, adaptive) or not torch.equal(
+        served.vocabulary.token_ids_M, vocabulary.token_ids_M
+    ):
+        raise OSError(f"{folder}: tree, adaptive rule or draft vocabulary read back differently; export again")
     return served
 
 
