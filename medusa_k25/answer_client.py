@@ -155,6 +155,9 @@ class Engine:
 
 class SGLang(Engine):
     def answer(self, ask: Ask) -> Answer:
+        return self.read(self.server.call("/generate", self.request(ask)), ask)
+
+    def request(self, ask: Ask) -> dict[str, Any]:
         sampling = {
             "max_new_tokens": ask.max_new_tokens,
             "temperature": ask.temperature,
@@ -164,7 +167,9 @@ class SGLang(Engine):
         }
         if ask.temperature:
             sampling["sampling_seed"] = ask.seed  # heeded with --enable-deterministic-inference
-        found = self.server.call("/generate", {"input_ids": ask.prompt_ids, "sampling_params": sampling})
+        return {"input_ids": ask.prompt_ids, "sampling_params": sampling}
+
+    def read(self, found: Any, ask: Ask) -> Answer:
         about = _mapping(_mapping(found, "an answer").get("meta_info"), "an object as meta_info")
         self._require_prompt(about.get("prompt_tokens"), ask)
         reason = _mapping(about.get("finish_reason"), "an object as finish_reason")

@@ -64,6 +64,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def context_of(target: Target) -> int:
+    """Tokens of prompt and answer that the model was made for."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(target.path).get_text_config().max_position_embeddings
+
+
 @dataclass(frozen=True)
 class GenerateReport:
     success: int
@@ -81,7 +88,7 @@ class GenerateReport:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     prompt: Prompt
     prompt_ids: list[int]
     dtype: str
@@ -93,7 +100,7 @@ class GeneratePlan:
     """What is to be answered, and by whom."""
 
     target: Target
-    jobs: list[_Job]  # of all prompts that can be answered
+    jobs: list[Job]  # of all prompts that can be answered
     failures: list[dict[str, Any]]  # rows of those that cannot
     done: Mapping[str, Mapping[str, Any]]  # id -> row, of those that are in the file
     tokenizer: Any
@@ -101,7 +108,7 @@ class GeneratePlan:
     engine: Engine | None  # None: this process
 
     @property
-    def todo(self) -> list[_Job]:
+    def todo(self) -> list[Job]:
         return [job for job in self.jobs if job.prompt.id not in self.done]
 
 
@@ -157,13 +164,10 @@ class Generator:
         Raises ValueError when `out` holds answers to other prompts under the same ids, or by other settings, and when
         the server serves another target; OSError when there is no server.
         """
-        from transformers import AutoConfig
-
         tokenizer = target.load_tokenizer()
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {target.path} has no chat template; add chat_template.jinja to it")
-        context = AutoConfig.from_pretrained(target.path).get_text_config().max_position_embeddings
-        engine = None
+        context, engine = context_of(target), None
         if server is None:
             device = default_device()
             dtypes = [dtype_name(choose_dtype(name, device)) for name in (self.dtype, self.heldout_dtype)]
@@ -171,7 +175,7 @@ class Generator:
             engine = open_engine(Server(server, timeout_s=self.timeout_s), target, tokenizer)
             dtypes = [engine.dtype, engine.dtype]
             context = min(context, engine.context or context)
-        jobs, failures = self._prepare(tokenizer, prompts, context, *dtypes)
+        jobs, failures = self.prepare(tokenizer, prompts, context, *dtypes)
         if engine is not None and jobs:
             engine.require_target(jobs[0].prompt_ids)
         done = {row["id"]: row for row in read_conversations(out)} if out.exists() else {}
@@ -237,9 +241,9 @@ class Generator:
                     tokens += sum(answer_lengths)
         return success, failed, tokens
 
-    def _prepare(
+    def prepare(
         self, tokenizer: Any, prompts: Sequence[Prompt], context: int, dtype: str, heldout_dtype: str
-    ) -> tuple[list[_Job], list[dict[str, Any]]]:
+    ) -> tuple[list[Job], list[dict[str, Any]]]:
         """(jobs, rows of the prompts that cannot be answered). context: tokens of prompt and answer."""
         jobs, failures = [], []
         for prompt in prompts:
@@ -255,10 +259,10 @@ class Generator:
                 continue
             heldout = split_of(prompt.group, prompt_key(prompt_ids)) == "heldout"
             limit = min(self.max_new_tokens, context - len(prompt_ids))
-            jobs.append(_Job(prompt, prompt_ids, heldout_dtype if heldout else dtype, limit))
+            jobs.append(Job(prompt, prompt_ids, heldout_dtype if heldout else dtype, limit))
         return jobs, failures
 
-    def _require_same(self, jobs: Sequence[_Job], done: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+    def _require_same(self, jobs: Sequence[Job], done: Mapping[str, Mapping[str, Any]], out: Path) -> None:
         """An answer that is already there must be the one that this generator would have given."""
         for job in jobs:
             row = done.get(job.prompt.id)
@@ -277,7 +281,7 @@ class Generator:
                     "continue with the settings and prompts that the file was made with, or name another file"
                 )
 
-    def _batches(self, jobs: Sequence[_Job]) -> list[list[_Job]]:
+    def _batches(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Prompts of similar length together, so that little is padded; the longest first, so that memory runs out
         at the start or never."""
         ordered = sorted(jobs, key=lambda job: (-len(job.prompt_ids), job.prompt.id))
@@ -285,7 +289,7 @@ class Generator:
 
     def _served(
         self, plan: GeneratePlan, bar: tqdm
-    ) -> collections.abc.Generator[list[tuple[_Job, Answer | str]], None, None]:
+    ) -> collections.abc.Generator[list[tuple[Job, Answer | str]], None, None]:
         """[(job, its answer or why there is none)], as the server answers."""
         assert plan.engine is not None
         jobs = plan.todo
@@ -303,7 +307,7 @@ class Generator:
 
     def _decoded(
         self, plan: GeneratePlan, bar: tqdm
-    ) -> collections.abc.Generator[list[tuple[_Job, Answer | str]], None, None]:
+    ) -> collections.abc.Generator[list[tuple[Job, Answer | str]], None, None]:
         """[(job, its answer)] of a batch, in order. On a CPU `workers` batches are decoded side by side, each on its
         share of the cores: products this small lose a sixth of their speed when all cores have to meet after each of
         them."""
@@ -335,7 +339,7 @@ class Generator:
 
     @torch.inference_mode()
     def _decode(
-        self, model: TargetModel, end_ids: Sequence[int], bar: tqdm, stop: Event, batch: Sequence[_Job]
+        self, model: TargetModel, end_ids: Sequence[int], bar: tqdm, stop: Event, batch: Sequence[Job]
     ) -> list[list[int]]:
         """The answers' token ids, end token included. Finished rows leave the batch.
 
@@ -389,7 +393,7 @@ class Generator:
             tokens_BT = next_B[:, None]
         return answers
 
-    def _draws(self, batch: Sequence[_Job]) -> Tensor:
+    def _draws(self, batch: Sequence[Job]) -> Tensor:
         """Uniform numbers [B, max_new_tokens] that depend on seed and prompt id only; float64."""
         draws = []
         for job in batch:
@@ -397,7 +401,7 @@ class Generator:
             draws.append(torch.rand(self.max_new_tokens, generator=generator, dtype=torch.float64))
         return torch.stack(draws)
 
-    def _seed(self, job: _Job) -> int:
+    def _seed(self, job: Job) -> int:
         return int.from_bytes(hashlib.sha256(f"{self.seed}:{job.prompt.id}".encode()).digest()[:7], "big")
 
     def _choose(self, logits_BV: Tensor, draws_B: Tensor) -> Tensor:
@@ -412,7 +416,7 @@ class Generator:
         choice_B1 = torch.searchsorted(kept_BV, draws_B[:, None] * kept_BV[:, -1:], right=True)
         return ids_BV.gather(1, choice_B1).squeeze(1)
 
-    def _row(self, job: _Job, answer: Answer | str, plan: GeneratePlan) -> dict[str, Any]:
+    def _row(self, job: Job, answer: Answer | str, plan: GeneratePlan) -> dict[str, Any]:
         if isinstance(answer, str):
             return _failed(job.prompt, answer)
         text_ids = answer.ids[:-1] if answer.finish_reason == END else answer.ids

@@ -2,13 +2,19 @@
 
 python -m medusa_k25.evaluate [checkpoint=best|last|STEP|FOLDER] [hardware=NAME]
 python -m medusa_k25.evaluate conversations=FILE [tokenizer=FOLDER] [hardware=NAME]
+python -m medusa_k25.evaluate server=URL prompts=FILE [baseline=URL2|control=FOLDER] [label=topic] [concurrency=[1,8]]
 
 The second form needs no states and no weights: it answers for the predictors that need no training, in predictors.html.
 So does the first one where the run has no checkpoint yet, and with checkpoint=null.
+The third one asks a running SGLang server that serves heads, and a second one without, or the same one with its
+drafting switched off by a file in FOLDER, which the server knows as MEDUSA_K25_CONTROL; in server.html. With
+dry_run=true it only says what it would ask.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,24 +37,41 @@ from medusa_k25.acceptance import (
     ranks_of,
     some_of,
 )
-from medusa_k25.breakdown import break_down
+from medusa_k25.answer_client import Ask
+from medusa_k25.breakdown import Part, break_down
 from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks, think_ids_of
 from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import ConfigError, verb
-from medusa_k25.conversations import default_device
+from medusa_k25.conversations import Job, context_of, default_device, prompt_key
 from medusa_k25.costs.cycle import CycleModel, Length
 from medusa_k25.costs.hardware import Hardware
 from medusa_k25.costs.served import KIMI_K25_NAME
 from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, no_drafting, published_candidates
-from medusa_k25.data.splits import SPLITS, Split
+from medusa_k25.data.splits import SPLITS, Split, split_of
 from medusa_k25.data.texts import Text, holds_messages, temperatures_of, texts_of_cache, texts_of_conversations
-from medusa_k25.heads import Heads
+from medusa_k25.data.windows import documents_of
+from medusa_k25.heads import Heads, Speculator
+from medusa_k25.prompts import PACKAGE, STUDY, load_prompts
 from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.report import acceptance_table, update_report
+from medusa_k25.reports.server import as_text, write_server_page
 from medusa_k25.serving.adaptive_fit import PRICED_TOKENS, Costs, Priced, answer_log_p, fitted
+from medusa_k25.serving.beside_files import open_beside
+from medusa_k25.serving.comparing import compare, replayed_parts
 from medusa_k25.serving.decode import Drafter
-from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, end_ids_of, load_tokenizer
+from medusa_k25.serving.formats import load_served
+from medusa_k25.serving.live import (
+    SHORT,
+    Sampling,
+    Switch,
+    Trial,
+    described,
+    heads_of,
+    open_servers,
+    sides_of,
+)
+from medusa_k25.target import KIMI_THINK_END_ID, KIMI_THINK_ID, Target, end_ids_of, load_tokenizer
 from medusa_k25.tree import Tree
 
 
@@ -72,9 +95,12 @@ class Evidence:
     log_p: Callable[[Tree, Mapping[Split, Sequence[Text]]], Mapping[Text, Tensor]] | None = None
 
 
-@verb("target", "evaluate", "hardware")
+@verb("target", "generate", "evaluate", "hardware")
 def main(cfg: DictConfig) -> None:
     evaluator: Evaluator = instantiate(cfg.evaluate)
+    if cfg.server is not None:
+        on_server(cfg, instantiate(cfg.target), evaluator)
+        return
     run_dir, hardware = Path(cfg.run_dir), instantiate(cfg.hardware)
     read = of_conversations if reads_conversations(cfg) else of_cache
     evidence = read(cfg, hardware, evaluator)
@@ -87,6 +113,95 @@ def main(cfg: DictConfig) -> None:
     name = "predictors" if section["tree"] is None else "evaluate"  # what is known of heads stays
     update_report(run_dir, name, section)
     print(f"\nwrote {write_page(run_dir, name)}")
+
+
+def on_server(cfg: DictConfig, target: Target, evaluator: Evaluator) -> None:
+    """The heads of a running server, measured beside the same without; what could not be compared is said."""
+    if cfg.baseline is not None and cfg.control is not None:
+        raise ConfigError(f"baseline={cfg.baseline} and control={cfg.control}: both are without heads; name one")
+    trial = Trial(list(cfg.concurrency), cfg.rounds, cfg.label)
+    run_dir, generator = Path(cfg.run_dir), instantiate(cfg.generate)
+    tokenizer = target.load_tokenizer()
+    servers = open_servers(cfg.server, cfg.baseline, target, tokenizer, generator.timeout_s)
+    levels, notes = trial.levels(servers)
+    context = min(context_of(target), *(server.engine.context or sys.maxsize for server in servers))
+    jobs, failures = generator.prepare(tokenizer, load_prompts(cfg.prompts), context, "unknown", "unknown")
+    notes += [f"prompt {row['id']} is left out: {row['error']}" for row in failures]
+    if cfg.prompts in (PACKAGE, STUDY):
+        jobs = [job for job in jobs if split_of(job.prompt.group, prompt_key(job.prompt_ids)) == "heldout"]
+    if not jobs:
+        raise ValueError("; ".join([f"prompts={cfg.prompts}: none can be asked", *notes]))
+    servers[0].engine.require_target(jobs[0].prompt_ids)
+    notes += trial.remarks(jobs, levels)
+    temperature = evaluator.temperature or 0.0
+    sampling = Sampling(temperature, generator.top_p if temperature else 1.0, generator.seed)
+    switch = None
+    if cfg.control is not None:
+        switch = Switch(Path(cfg.control), servers[0].engine, Ask(jobs[0].prompt_ids, SHORT, **asdict(sampling)))
+    sides = sides_of(servers, switch)
+    print(
+        f"{trial.plan(sides, len(jobs), levels)} of at most {generator.max_new_tokens:,} tokens\n"
+        f"{described(servers, switch)}",
+        flush=True,
+    )
+    if cfg.dry_run:
+        print("\n".join([*notes, "dry run: nothing was measured or written"]))
+        return
+    replayed, replayed_here, more = replay_of(cfg, evaluator, target, Path(heads_of(servers[0], switch)), jobs)
+    with nullcontext() if switch is None else switch.restored():
+        rounds, also = trial.run(jobs, sides, levels, sampling)
+    section = {
+        "server": cfg.server,
+        "engine": servers[0].engine.name,
+        "model": servers[0].says.model,
+        "nodes": servers[0].says.nodes,
+        "heads": heads_of(servers[0], switch),
+        "described": described(servers, switch),
+        "prompts": len(jobs),
+        "label": trial.label,
+        "rounds": trial.rounds,
+        "max_new_tokens": generator.max_new_tokens,
+        "temperature": temperature,
+        **compare(servers, tokenizer, jobs, [trial.label_of(job) for job in jobs], rounds, temperature == 0),
+        "replayed": [asdict(part) for part in replayed],
+        "replayed_here": [asdict(part) for part in replayed_here],
+        "notes": [*notes, *more, *also],
+    }
+    print(as_text(section))
+    update_report(run_dir, "server", section)
+    print(f"\nwrote {write_server_page(run_dir)}")
+
+
+def replay_of(
+    cfg: DictConfig, evaluator: Evaluator, target: Target, folder: Path, jobs: Sequence[Job]
+) -> tuple[list[Part], list[Part], list[str]]:
+    """What the heads in `folder` accept of the cache's held-out text, in all and by label; the same of its answers to
+    the very prompts that are asked; and what has to be said."""
+    if not (Path(cfg.cache) / "manifest.json").exists():
+        return [], [], [f"no replay: there is no cache in {cfg.cache}"]
+    if not folder.is_dir():
+        return [], [], [f"no replay: the heads of the server, {folder}, are not on this machine"]
+    try:
+        cache, served = Cache.open(Path(cfg.cache), target), load_served(folder, target.vocab_size)
+        found = open_beside(served, folder, target.vocab_size)
+        ours = served.config.get("medusa_k25")
+        made_from = ours.get("cache_fingerprint") if isinstance(ours, dict) else None
+        if made_from is not None and not cfg.allow_other_cache:
+            cache.refuse_other(made_from, str(folder))
+    except ValueError as error:  # the server is there to be measured all the same
+        return [], [], [f"no replay: {error}"]
+    texts = some_of(texts_of_cache(cache, "heldout"), evaluator.most_tokens)
+    ranks = ranks_of(Speculator.of(served.heads, served.vocabulary, target), cache, {"heldout": texts})
+    beside = None if found is None else found.load()
+    asked = {prompt_key(job.prompt_ids) for job in jobs}
+    learnt = len(asked & {document.hash for document in documents_of(cache, "train")})
+    notes = [f"{learnt:,} of the prompts are in the training text: heads accept more there"] if learnt else []
+    here = {document.id for document in documents_of(cache, "heldout") if document.hash in asked}
+    every, of_asked = (
+        replayed_parts(some, [ranks[text] for text in some], served.tree, beside, cfg.label)
+        for some in (texts, [text for text in texts if text.document in here])
+    )
+    return every, of_asked, notes
 
 
 def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdict, dict[str, Any]]:

@@ -249,8 +249,12 @@ class Resampling:
 
     def lengths(self, passes: Passes) -> Tensor:
         """Acceptance length in each draw, float32 [B]; nan where a draw holds none of these passes."""
+        return self.lengths_by_text(*passes.by_text())
+
+    def lengths_by_text(self, emitted_I: Tensor, passes_I: Tensor) -> Tensor:
+        """The same of counts: the tokens and passes of each text, 0 for those that are left out."""
         counts_C2 = torch.zeros(self.num_documents, 2)
-        counts_C2.index_add_(0, self.document_I, torch.stack(passes.by_text(), dim=1).float())
+        counts_C2.index_add_(0, self.document_I, torch.stack([emitted_I, passes_I], dim=1).float())
         emitted_B, passes_B = (self.times_BC @ counts_C2).unbind(dim=1)
         return emitted_B / passes_B
 

@@ -41,6 +41,7 @@ LAYERS = {
     "serving": [
         *("serving", "serving.untrusted", "serving.formats", "serving.blank", "serving.card", "serving.decode"),
         *("serving.ngram_corpus", "serving.beside_files", "serving.adaptive_fit", "serving.control", "costs.probing"),
+        *("serving.live", "serving.comparing"),
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
@@ -50,7 +51,10 @@ LAYERS = {
     "training": [
         *("module", "strategy", "checkpoint", "warm_start", "callbacks", "tracking"),
         "reports",
-        *(f"reports.{name}" for name in ("page", "pictures", "report", "evaluation", "study", "plan", "cache")),
+        *(
+            f"reports.{name}"
+            for name in ("page", "pictures", "report", "evaluation", "study", "plan", "cache", "server")
+        ),
     ],
     "entry points": [
         *("config", "plan", "generate", "capture", "inspect", "preflight", "train", "evaluate", "export", "decode"),

@@ -38,6 +38,7 @@ class Running:
     longest_prompt: int | None
     kv_tokens: int | None
     running: int | None  # requests at a time
+    facts: Mapping[str, Any]  # all that it says
 
     @property
     def url(self) -> str:
@@ -116,26 +117,8 @@ class Probe:
         return 1 + 2 * self.rounds
 
     def open(self, url: str) -> Running:
-        """ValueError when the address is no SGLang server's; OSError when nobody answers."""
-        http = Server(url, retries=2, timeout_s=self.timeout_s)
-        try:
-            facts = http.call("/server_info")
-        except Refused as refusal:
-            raise ValueError(f"{url}/server_info: {refusal}; expected the address of an SGLang server") from None
-        if not isinstance(facts, dict) or not {"version", "model_path"} <= facts.keys():
-            raise ValueError(f"{url}/server_info names no version and model_path: expected an SGLang server")
-        nodes = facts.get("speculative_num_draft_tokens") if facts.get("speculative_algorithm") else 1
-        if not isinstance(nodes, int) or nodes < 1:
-            raise ValueError(f"{url} speculates, but does not say with how many tokens a pass (it says {nodes!r})")
-        return Running(
-            http,
-            nodes,
-            version=str(facts["version"]),
-            model=str(facts["model_path"]),
-            longest_prompt=_count(facts.get("max_req_input_len")),
-            kv_tokens=_count(facts.get("max_total_num_tokens")),
-            running=_count(facts.get("max_running_requests")),
-        )
+        """See `running_server`."""
+        return running_server(Server(url, retries=2, timeout_s=self.timeout_s))
 
     def places(self, servers: Sequence[Running]) -> tuple[list[Place], list[str]]:
         """What to measure, by server, and what has been left out or cut, said in sentences.
@@ -266,6 +249,30 @@ class Probe:
                 f"{passes!r}); SGLang counts them from version 0.5 on"
             )
         return passes
+
+
+def running_server(http: Server) -> Running:
+    """ValueError when the address is no SGLang server's; OSError when nobody answers."""
+    url = http.url
+    try:
+        facts = http.call("/server_info")
+    except Refused as refusal:
+        raise ValueError(f"{url}/server_info: {refusal}; expected the address of an SGLang server") from None
+    if not isinstance(facts, dict) or not {"version", "model_path"} <= facts.keys():
+        raise ValueError(f"{url}/server_info names no version and model_path: expected an SGLang server")
+    nodes = facts.get("speculative_num_draft_tokens") if facts.get("speculative_algorithm") else 1
+    if not isinstance(nodes, int) or nodes < 1:
+        raise ValueError(f"{url} speculates, but does not say with how many tokens a pass (it says {nodes!r})")
+    return Running(
+        http,
+        nodes,
+        version=str(facts["version"]),
+        model=str(facts["model_path"]),
+        longest_prompt=_count(facts.get("max_req_input_len")),
+        kv_tokens=_count(facts.get("max_total_num_tokens")),
+        running=_count(facts.get("max_running_requests")),
+        facts=facts,
+    )
 
 
 def table(measured: Sequence[Measured]) -> str:
