@@ -132,13 +132,13 @@ def on_server(cfg: DictConfig, target: Target, evaluator: Evaluator) -> None:
     if not jobs:
         raise ValueError("; ".join([f"prompts={cfg.prompts}: none can be asked", *notes]))
     servers[0].engine.require_target(jobs[0].prompt_ids)
-    notes += trial.remarks(jobs, levels)
     temperature = evaluator.temperature or 0.0
     sampling = Sampling(temperature, generator.top_p if temperature else 1.0, generator.seed)
     switch = None
     if cfg.control is not None:
         switch = Switch(Path(cfg.control), servers[0].engine, Ask(jobs[0].prompt_ids, SHORT, **asdict(sampling)))
     sides = sides_of(servers, switch)
+    notes += trial.remarks(jobs, levels, switch)
     print(
         f"{trial.plan(sides, len(jobs), levels)} of at most {generator.max_new_tokens:,} tokens\n"
         f"{described(servers, switch)}",

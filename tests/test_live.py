@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -109,7 +109,11 @@ class Fake:
             about |= {"cached_tokens": 0, "finish_reason": None}
             if known == len(ids):
                 about["finish_reason"] = {"type": "length", "length": known}
-                about |= {"spec_verify_ct": passes} if self.heads else {}
+                about |= (
+                    {"spec_verify_ct": passes, "medusa_nodes": [0, *[9 if drafts else 1] * passes]}
+                    if self.heads
+                    else {}
+                )
             event = {"text": "", "output_ids": ids[:known], "meta_info": about}
             self.edit(event)
             yield event
@@ -165,7 +169,7 @@ def run(tmp_path: Path, tiny_llama: Target, base: DictConfig) -> Callable[..., d
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings = [f"run_dir={tmp_path}/run", f"prompts={prompts}", f"server={server.url}", "rounds=2"]
         settings += [f"cache={tmp_path}/none", "concurrency=[1,4]", f"generate.max_new_tokens={LIMIT}", *overrides]
-        config = OmegaConf.merge(base, OmegaConf.from_dotlist(settings))
+        config = cast(DictConfig, OmegaConf.merge(base, OmegaConf.from_dotlist(settings)))
         on_server(config, tiny_llama, instantiate(config.evaluate))
         return json.loads((tmp_path / "run" / "report.json").read_text())["server"]
 
@@ -205,6 +209,7 @@ def test_two_servers_are_compared(
     assert equality["of_itself"] == equality["of_itself_equal"] > 0
     assert section["kv_tokens"] == {"with heads": 9000, "without": 10000}
     assert section["tools"] == "no prompt has tools"
+    assert section["cycles"] == {"known": every["passes"], "plain": 0, "nodes": 9 * every["passes"]}
     said = capsys.readouterr().out
     assert "5 prompts; 2 rounds of 3 at concurrency 1, 8 at concurrency 4; with heads and without: 44 answers" in said
     assert "9,000 tokens with heads, 10,000 without: 10.0% lost" in said and "there is no cache" in said
@@ -279,6 +284,25 @@ def test_drafting_is_switched_off_and_on_and_left_as_it_was(
     assert f"switched off in {control}" in section["described"]
 
 
+def test_a_server_that_had_given_up_is_told_anew(run: Any, heads: Fake, control: Path) -> None:
+    """It carries out each text once: the same one again would not make it draft."""
+    give_order(control, Order("auto"))
+    write_status(control, Status("off", "1.1 tokens a pass", "", None, {"drafting": "auto"}))
+    texts, drafts, gave_up = list[str](), heads.drafts, [True]
+
+    def once() -> bool:
+        text = (control / "control.json").read_text()
+        if texts[-1:] != [text]:
+            texts.append(text)
+            gave_up[0] = len(texts) == 1
+        return drafts() and not gave_up[0]
+
+    heads.drafts = once  # type: ignore[method-assign]
+    section = run(heads, f"control={control}", "concurrency=[2]")
+    assert section["acceptance"][0]["length"] > 2 and last_order(control) == Order("auto")
+    assert any("had switched drafting off by itself (1.1 tokens a pass)" in note for note in section["notes"])
+
+
 @pytest.mark.parametrize("how", ["interrupt", "terminated", "gone"])
 def test_whatever_happens_the_operators_order_stands_again(
     run: Any, heads: Fake, control: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -320,6 +344,7 @@ def test_a_server_that_switched_itself_off_is_said(run: Any, heads: Fake, contro
     heads.drafts = gives_up  # type: ignore[method-assign]
     heads.accepts = lambda text: 1
     section = run(heads, f"control={control}", "concurrency=[2]")
+    assert section["cycles"]["plain"] == section["cycles"]["known"] == section["acceptance"][0]["passes"]
     assert section["notes"][-1] == "the server switched drafting off by itself: 1.1 tokens a pass do not pay"
 
 
@@ -417,7 +442,9 @@ def test_replays_parts_are_those_of_replay() -> None:
 def rounds_of(seconds: list[float], first_s: list[float], tokens: int) -> list[Round]:
     """A round of two answers for each of the seconds."""
     answers = [
-        Streamed(list(range(tokens)), "length", first_s=s, token_s=s / 10, passes=1, emitted=tokens - 1, cached=0)
+        Streamed(
+            list(range(tokens)), "length", first_s=s, token_s=s / 10, passes=1, emitted=tokens - 1, cached=0, nodes=[]
+        )
         for s in first_s
     ]
     return [Round(4, each, [(0, answers[0]), (1, answers[1]), (2, "failed")]) for each in seconds]

@@ -118,6 +118,12 @@ def other_facts(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = []
     if section["levels"][0]["ratio"] is not None:
         found.append(("greedy outputs", outputs(section)))
+    if (cycles := section["cycles"])["known"]:
+        words = f"{cycles['nodes'] / cycles['known']:.1f} of {section['nodes']} on average; plain steps "
+        words += f"{cycles['plain'] / cycles['known']:.1%}"
+        if cycles["nodes"] < section["nodes"] * cycles["known"]:
+            words += " (a server that chooses its passes accepts less a pass than replay of the whole tree)"
+        found.append(("nodes of a pass", words))
     room = section["kv_tokens"]
     if room is None:
         found.append(("room for keys and values", "what heads take of it is known with baseline=URL alone"))

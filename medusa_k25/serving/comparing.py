@@ -225,12 +225,14 @@ def compare(
     greedy: bool,
 ) -> dict[str, Any]:
     """All of it, for a report. labels: of the prompts."""
+    nodes = [number for each in rounds[WITH] for _, answer in each.whole for number in answer.nodes]
     lost = None
     if len(servers) > 1 and all(server.says.kv_tokens for server in servers):
         lost = {WITH: servers[0].says.kv_tokens, WITHOUT: servers[1].says.kv_tokens}
     return {
         "levels": [asdict(level) for level in compare_speeds(rounds)],
         "acceptance": [asdict(part) for part in accepted_parts(jobs, rounds[WITH], labels, servers[0].says.nodes)],
+        "cycles": {"known": len(nodes), "plain": nodes.count(1), "nodes": sum(nodes)},
         "equality": asdict(compare_outputs(jobs, rounds)) if greedy and WITHOUT in rounds else None,
         "kv_tokens": lost,
         "tools": tools_of(servers, tokenizer, jobs, rounds),

@@ -29,6 +29,7 @@ from medusa_k25.target import Target
 
 LABELS = ("topic", "label")
 WITH, WITHOUT = "with heads", "without"
+NODES = "medusa_nodes"  # what the plugin adds to a request's meta_info: for each token the nodes of its pass, or 0
 SHORT = 16  # tokens of an answer that is not measured
 SWITCH_S = 60.0  # in which a server must have heeded its operator
 
@@ -39,7 +40,8 @@ class Streamed(Answer):
 
     first_s: from the request to its first tokens. token_s: of a token behind those that came first, on average; None
     where there is none. passes: verify passes as the engine counts them, 0 where it counts none. cached: tokens of the
-    prompt that the prefix cache had. emitted: tokens of verify passes: the first one comes from prefill.
+    prompt that the prefix cache had. emitted: tokens of verify passes: the first one comes from prefill. nodes: that
+    each pass verified, 1 of a plain step; empty where the server does not say.
     """
 
     first_s: float
@@ -47,6 +49,7 @@ class Streamed(Answer):
     passes: int
     emitted: int
     cached: int
+    nodes: list[int]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Streaming(SGLang):
             passes=about.get("spec_verify_ct") or 0,
             emitted=about["completion_tokens"] - 1,
             cached=about.get("cached_tokens") or 0,
+            nodes=[number for number in about.get(NODES) or [] if number],
         )
 
 
@@ -93,7 +97,7 @@ def _event(text: bytes) -> dict[str, Any]:
     if (
         not isinstance(about, dict)
         or type(about.get("completion_tokens")) is not int
-        or not isinstance(event["output_ids"] if "output_ids" in event else None, list)
+        or not isinstance(event.get("output_ids"), list)
     ):
         raise Failed(f"the server streamed {text[:200]!r}, expected output_ids and meta_info with completion_tokens")
     return event
@@ -154,7 +158,7 @@ class Switch:
         if not folder.is_dir():
             raise ValueError(f"control={folder}: no such folder; name the one that the server has as {CONTROL_FOLDER}")
         self.folder, self.engine, self.tick, self.seconds = folder, engine, tick, seconds
-        self.before = last_order(folder)
+        self.before, self.status = last_order(folder), read_status(folder)
 
     def give(self, order: Order) -> Status:
         """Returns when the server has carried it out; ValueError when it refuses, or looks at another folder."""
@@ -197,13 +201,17 @@ class Switch:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Whatever happens, an interrupt and SIGTERM included, the operator's order stands again afterwards."""
+        """Whatever happens, an interrupt and SIGTERM included, the operator's order stands again afterwards.
+
+        Drafting is off first, so that the order to draft is a new one also for a server that has given it up.
+        """
 
         def stop(number: int, frame: FrameType | None) -> None:
             raise SystemExit(128 + number)
 
         terminated = signal.signal(signal.SIGTERM, stop)
         try:
+            self.off()
             yield
         except BaseException:
             give_order(self.folder, self.before or Order())  # heeded with the next request
@@ -323,9 +331,12 @@ class Trial:
             f"{answers:,} answers"
         )
 
-    def remarks(self, jobs: Sequence[Job], levels: Sequence[int]) -> list[str]:
-        """What to say of the prompts."""
+    def remarks(self, jobs: Sequence[Job], levels: Sequence[int], switch: Switch | None) -> list[str]:
+        """What to say of the prompts, and of the server before it is switched."""
         notes = []
+        status = None if switch is None else switch.status
+        if status is not None and status.drafting == "off" and (status.order or {}).get("drafting") != "off":
+            notes.append(f"the server had switched drafting off by itself ({status.why}); now it drafts again")
         if not any(self.label_of(job) for job in jobs):
             notes.append(f'no prompt has a {self.label}: acceptance is that of all; rows may have "topic" and "label"')
         if levels[-1] > len(jobs):
