@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_k25.adaptive import Adaptive
+from medusa_k25.adaptive import MOST_SIZES, Adaptive
 from medusa_k25.tree import Growth, Tree
 
 TREE = Tree([[0], [1], [0, 0], [0, 1], [0, 0, 0]])  # nodes 1 to 5 in this order
@@ -89,7 +89,7 @@ def rules(draw: st.DrawFn) -> tuple[Adaptive, Tree]:
     growth = Growth.by_count(ranks_NK, draw(st.integers(2, 12)), 3)
     tree = Tree(growth.paths)
     number = {path: node for node, path in enumerate(tree.paths, start=1)}
-    inner = draw(st.sets(st.integers(2, max(2, tree.num_nodes))))
+    inner = draw(st.sets(st.integers(2, max(2, tree.num_nodes)), max_size=MOST_SIZES - 2))
     sizes = tuple(sorted({1, tree.num_nodes, *(size for size in inner if size < tree.num_nodes)}))
     batches = tuple(sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=3))))
 

@@ -45,7 +45,8 @@ LAYERS = {
     ],
     "plugin": [
         *("serving.sglang", "serving.sglang.graphs"),
-        *(f"serving.sglang.{name}" for name in ("drafting", "beside", "algorithm", "compat", "worker", "plugin")),
+        *(f"serving.sglang.{name}" for name in ("drafting", "beside", "algorithm", "compat", "plugin")),
+        *(f"serving.sglang.{name}" for name in ("worker", "switch", "meter")),
         *(f"serving.sglang.{name}" for name in ("recorder", "recording", "record")),
     ],
     "training": [

@@ -27,7 +27,7 @@ from medusa_k25.heads import Heads
 from medusa_k25.serving.decode import Drafter
 from medusa_k25.tree import Growth, Tree, places
 
-PART_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of which those up to the tree's are tried, and the tree's own
+PART_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of which those up to the tree's are tried, and the tree's own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 REPORTED_BATCHES = (1, 8, 32)
 # From so many times the tokens a second without drafting on it is drafted: calibration text is a sample, on which

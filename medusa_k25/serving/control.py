@@ -1,7 +1,8 @@
 """The switch of a running server: two files in the folder that its operator names in MEDUSA_K25_CONTROL.
 
 control.json  the operator's: {"drafting": "auto", "heads": "/folder/of/an/export"}. Both keys may be left out.
-              drafting: "off", "on", or "auto" (the default): on until what is accepted no longer pays.
+              drafting: "auto" (the default): every cycle verifies as much as pays by the export's own rule, and
+              drafting ends when over thousands of cycles nothing did; "on": the whole tree, always; "off".
               heads: the export to draft with; none: the one that the server was started with.
 status.json   the server's answer, see `Status`.
 

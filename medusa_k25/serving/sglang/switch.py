@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_k25.serving.control import CONTROL, Order, Status, write_status
+from medusa_k25.serving.control import CONTROL, CONTROL_FOLDER, Order, Status, write_status
 from medusa_k25.serving.sglang.meter import Pays
 from medusa_k25.serving.untrusted import parse_object
 
@@ -22,13 +22,13 @@ MAX_ORDER_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """heads: a folder to load first, None to keep those there are. pays_or_stops: off again when it no longer pays.
-    order: the text that asks for it, parsed; None when nobody did. error: why the order is refused: then nothing else
-    changes."""
+    """heads: a folder to load first, None to keep those there are. adapts: verify what pays, and off again when nothing
+    does; else the whole tree, always. order: the text that asks for it, parsed; None when nobody did. error: why the
+    order is refused: then nothing else changes."""
 
     drafting: bool
     why: str
-    pays_or_stops: bool
+    adapts: bool
     heads: Path | None = None
     order: Mapping[str, Any] | None = None
     error: str | None = None
@@ -41,7 +41,8 @@ class Switch:
         if folder is not None and not folder.is_dir():
             raise ValueError(f"MEDUSA_K25_CONTROL={folder} is no folder; make it, or leave the variable out")
         self.folder, self.heads, self.started_with = folder, heads, heads
-        self.drafting, self.pays_or_stops, self.why = True, True, "since the start"
+        self.drafting, self.adapts, self.why = True, True, "since the start"
+        self.error: str | None = None
         self._order: Mapping[str, Any] | None = None
         self._text: bytes | None = None
 
@@ -51,7 +52,7 @@ class Switch:
         if text is not None and text != self._text:
             self._text = text
             return self._ordered(text, judge)
-        if self.drafting and self.pays_or_stops and pays is not None and pays.ratio < 1:
+        if self.drafting and self.adapts and pays is not None and pays.ratio < 1:
             return Plan(
                 False,
                 f"{pays.length:.3f} tokens a cycle over the newest {pays.cycles:,} cycles make {pays.ratio:.3f} times "
@@ -84,7 +85,7 @@ class Switch:
             if heads != self.heads:
                 judge(heads)
         except ValueError as error:
-            return Plan(self.drafting, self.why, self.pays_or_stops, order=found, error=str(error))
+            return Plan(self.drafting, self.why, self.adapts, order=found, error=str(error))
         return Plan(
             order.drafting != "off",
             f"{CONTROL} says {order.drafting}",
@@ -95,11 +96,10 @@ class Switch:
 
     def carry_out(self, plan: Plan, error: str | None = None) -> None:
         """error: why the plan's heads could not be loaded on some rank: then all stays as it is."""
-        self._order, error = plan.order, error or plan.error
-        if error is None:
-            self.drafting, self.why, self.pays_or_stops = plan.drafting, plan.why, plan.pays_or_stops
+        self._order, self.error = plan.order, error or plan.error
+        if self.error is None:
+            self.drafting, self.why, self.adapts = plan.drafting, plan.why, plan.adapts
             self.heads = plan.heads or self.heads
-        self.error = error
 
     def tell(self) -> None:
         """Rank 0: into the log, and into status.json where there is a folder. A full disk stops no server."""
@@ -114,10 +114,6 @@ class Switch:
             except OSError as error:
                 logger.error("MEDUSA: status.json cannot be written: %s", error)
 
-    error: str | None = None
-
 
 def control_folder() -> Path | None:
-    from medusa_k25.serving.control import CONTROL_FOLDER
-
     return Path(os.environ[CONTROL_FOLDER]) if os.environ.get(CONTROL_FOLDER) else None

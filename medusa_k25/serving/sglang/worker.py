@@ -252,7 +252,7 @@ class MedusaWorker(BaseSpecWorker):
     def _parts(self, opened: ServedFolder, tree: Tree) -> list[list[int]]:
         """The nodes, but the root, of every part that a round may verify."""
         whole = list(range(1, tree.num_nodes))
-        adaptive = adaptive_of(opened) if tree is opened.tree else None
+        adaptive = opened.adaptive if tree is opened.tree else None
         kept = [] if adaptive is None else [adaptive.nodes(size)[1:] for size in adaptive.sizes[1:-1]]
         return [[], *kept, *([whole] if whole else [])]
 
@@ -273,22 +273,23 @@ class MedusaWorker(BaseSpecWorker):
     def _serving(self, opened: ServedFolder, tree: Tree, heads: EngineHeads) -> Serving:
         requests = self.model_runner.max_running_requests
         parts = [Part(tree, kept, requests, self.device) for kept in self._parts(opened, tree)]
-        adaptive = adaptive_of(opened) if tree is opened.tree else None
+        adaptive = opened.adaptive if tree is opened.tree else None
         if self.ranks.rank == 0:
             logger.info(
-                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, verified in parts of %s nodes, from %s",
+                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, in parts of %s nodes, for up to %s requests, from %s",
                 heads.heads.num_heads,
                 kind_of(heads.heads),
                 tree.num_nodes,
                 tree.depth,
                 ", ".join(str(part.num_nodes) for part in parts),
+                "any" if adaptive is None else adaptive.draft_up_to,
                 opened.file.parent,
             )
         return Serving(tree, self._beside_of(opened, tree), heads, adaptive, parts)
 
     def _drafts(self, batch: ScheduleBatch) -> bool:
         """Whether this round ends with drafts for the next one."""
-        adaptive = self.serving.adaptive
+        adaptive = self.serving.adaptive if self.switch.adapts else None
         return self.switch.drafting and (adaptive is None or len(batch.reqs) <= adaptive.draft_up_to)
 
     def _part(self, batch: ScheduleBatch) -> Part:
@@ -296,7 +297,7 @@ class MedusaWorker(BaseSpecWorker):
         serving = self.serving
         if not self.switch.drafting or any(getattr(req, "medusa_serving", None) is not serving for req in batch.reqs):
             return serving.parts[0]
-        if serving.adaptive is None:
+        if serving.adaptive is None or not self.switch.adapts:
             return serving.parts[-1]
         rows_NR = batch.spec_info.accept_tokens.view(len(batch.reqs), -1)
         expected_NS = rows_NR[:, self.num_nodes : self.num_nodes + len(serving.parts)].view(torch.float64)
@@ -464,11 +465,6 @@ class MedusaWorker(BaseSpecWorker):
             ),
             speculative_num_draft_tokens=self.num_nodes,
         )
-
-
-def adaptive_of(opened: ServedFolder) -> Adaptive | None:
-    entry = opened.config.get("medusa_adaptive")
-    return None if entry is None else Adaptive.from_json(entry, opened.tree)
 
 
 def tensor_parallel_ranks() -> Ranks:

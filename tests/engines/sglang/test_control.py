@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from medusa_k25.adaptive import Adaptive
-from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads
+from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads, Speculator
 from medusa_k25.serving.control import Order, Status, give_order, read_status
+from medusa_k25.serving.decode import Drafter
 from medusa_k25.serving.sglang.meter import NODES
 from medusa_k25.target import Target, TargetModel
 from medusa_k25.tree import Tree
@@ -245,6 +246,44 @@ def test_drafting_that_does_not_pay_is_switched_off_and_says_why(world: World, t
             check_text(client, world)
         assert status is not None and status.drafting == "off" and "times the speed without drafting" in status.why
         assert {number for row in check_text(client, world) for number in nodes_of(row)} == {1}
+
+
+def walked_by_the_rule(world: World, rule: Adaptive, place: int) -> list[int]:
+    """The nodes of every pass, by the reference drafter's drafts of the answer's true states."""
+    prompt, answer = world.prompts[place], world.answers[place]
+    drafter = Drafter(Speculator.of(world.heads, world.vocabulary, world.target), TREE)
+    with torch.no_grad():
+        hidden_TD = world.model.hidden(torch.tensor([prompt + answer]))[0]
+    states_SD = hidden_TD[len(prompt) - 1 : -2]
+    tokens_Sn, log_p_Sn = drafter.draft_all(states_SD, torch.tensor(answer[:-1]))
+    state, nodes = 0, []
+    while state < len(states_SD):
+        size = rule.choose(rule.expected(log_p_Sn[state : state + 1], TREE))
+        part, node, emitted = {*rule.nodes(size)}, 0, 1
+        while state + emitted < len(states_SD):
+            true = answer[state + emitted]
+            below = [child for child in TREE.children[node] if child in part and int(tokens_Sn[state, child]) == true]
+            if not below:
+                break
+            node, emitted = below[0], emitted + 1
+        nodes.append(size)
+        state += emitted
+    return nodes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adaptive_server_verifies_what_the_rule_says(world: World, tmp_path: Path, ranks: int) -> None:
+    rule = adaptive_for(TREE, [1, 3, 6, 12], 2.0, pace=1.2)
+    folder = world.export(tmp_path / "adaptive", adaptive=rule)
+    with server(world, folder, tmp_path, **({"tp_size": 2} if ranks == 2 else {})) as client:
+        found = [nodes_of(client.ask([prompt])[0]) for prompt in world.prompts]
+        assert found == [walked_by_the_rule(world, rule, place) for place in range(len(world.prompts))]
+        assert len({number for nodes in found for number in nodes}) > 2  # a rule that chose alike would show little
+        check_text(client, world)  # all of them at once share every choice
+        with under_load(client, world):
+            client.order(Order("on"))
+        rows = check_text(client, world)
+        assert [len(nodes_of(row)) for row in rows] == world.passes  # always the whole tree
 
 
 def test_above_a_batch_size_nothing_is_drafted(world: World, tmp_path: Path) -> None:
