@@ -276,7 +276,7 @@ class MedusaWorker(BaseSpecWorker):
         adaptive = opened.adaptive if tree is opened.tree else None
         if self.ranks.rank == 0:
             logger.info(
-                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, in parts of %s nodes, for up to %s requests, from %s",
+                "MEDUSA: %d %s heads, a tree of %d nodes, %d deep, in parts of %s nodes for up to %s requests, from %s",
                 heads.heads.num_heads,
                 kind_of(heads.heads),
                 tree.num_nodes,
