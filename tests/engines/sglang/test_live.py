@@ -43,8 +43,8 @@ def test_a_server_is_measured_with_heads_and_without(tiny_llama: Target, tmp_pat
     nothing = ResidualHeads(target.hidden_size, 1)
     answers = [each.answer_ids for each in decode_all(target, model, nothing, vocabulary, Tree([]), prompts, LIMIT)]
     whole = [i for i, answer in enumerate(answers) if not {*target.end_ids} & {*answer}][:6]
-    jobs, prompts, answers = [jobs[i] for i in whole], [prompts[i] for i in whole], [answers[i] for i in whole]
-    asked = [rows[i] for i in whole]
+    jobs, asked = [jobs[i] for i in whole], [rows[i] for i in whole]
+    answers, prompts = [answers[i] for i in whole], [prompts[i] for i in whole]
     assert len(asked) == 6 and {row["topic"] for row in asked} == {*TOPICS} and any("tools" in row for row in asked)
     heads = accepting_heads(model, target.lm_head, prompts, answers, vocabulary, steps=40)
     folder = tmp_path / "heads"
