@@ -332,13 +332,14 @@ def test_whatever_happens_the_operators_order_stands_again(
 
 
 def test_a_server_that_switched_itself_off_is_said(run: Any, heads: Fake, control: Path) -> None:
-    drafts = heads.drafts
+    drafts, one_at_a_time = heads.drafts, threading.Lock()
 
     def gives_up() -> bool:
-        on = drafts()
-        if on and (order := last_order(control)) is not None:
-            text = json.loads((control / "control.json").read_text())
-            write_status(control, Status("off", "1.1 tokens a pass do not pay", order.heads or "", None, text))
+        with one_at_a_time:  # two requests at once, of a server that has one scheduler
+            on = drafts()
+            if on and (order := last_order(control)) is not None:
+                text = json.loads((control / "control.json").read_text())
+                write_status(control, Status("off", "1.1 tokens a pass do not pay", order.heads or "", None, text))
         return False
 
     heads.drafts = gives_up  # type: ignore[method-assign]
