@@ -158,20 +158,23 @@ def check_text(client: Client, world: World, **more: Any) -> list[dict[str, Any]
     return rows
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_orders_are_carried_out_under_load(world: World, tmp_path: Path, ranks: int) -> None:
+def test_orders_are_carried_out_under_load_and_counted(world: World, tmp_path: Path) -> None:
     first, second = world.export(tmp_path / "first"), world.export(tmp_path / "second", Tree.chain(2))
     larger = world.export(tmp_path / "larger", Tree([[rank] for rank in range(20)]))
     (tmp_path / "empty").mkdir()
-    with server(world, first, tmp_path, **({"tp_size": 2} if ranks == 2 else {})) as client:
-        rows = check_text(client, world)
+    with server(world, first, tmp_path) as client:
+        rows = check_text(client, world, custom_params={"medusa_k25_label": "known"})
         assert [row["meta_info"]["spec_verify_ct"] for row in rows] == world.passes
         assert {number for row in rows for number in nodes_of(row)} == {TREE.num_nodes}
         assert [len(nodes_of(row)) for row in rows] == world.passes
         with under_load(client, world):
             status = client.order(Order("off"))
             assert (status.drafting, status.error) == ("off", None)
-        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {1}
+        plain = check_text(client, world, custom_params={"medusa_k25_label": "off"})
+        assert {number for row in plain for number in nodes_of(row)} == {1}
+        time.sleep(1.5)
+        client.ask(world.prompts[:1], 2)  # a cycle more, with which the last second is written
+        check_series(client.metrics(), world, len(rows), sum(map(len, map(nodes_of, plain))))
         with under_load(client, world):
             status = client.order(Order("on", str(second)))
             assert (status.drafting, status.heads, status.error) == ("on", str(second), None)
@@ -193,33 +196,22 @@ def test_orders_are_carried_out_under_load(world: World, tmp_path: Path, ranks: 
         assert [len(nodes_of(row)) for row in rows] == world.passes
 
 
-def test_the_metrics_endpoint_counts_what_requests_were_told(world: World, tmp_path: Path) -> None:
-    with server(world, world.export(tmp_path / "first"), tmp_path) as client:
-        rows = check_text(client, world, custom_params={"medusa_k25_label": "known"})
-        stranger = client.ask(world.prompts[:1])[0]
-        with under_load(client, world):
-            client.order(Order("off"))
-        time.sleep(1.5)
-        before = client.metrics()
-        plain = check_text(client, world, custom_params={"medusa_k25_label": "off"})
-        time.sleep(1.5)
-        client.ask(world.prompts[:1], 2)  # a cycle more, with which the last second is written
-        series = client.metrics()
-    assert sum(nodes_of(stranger)) > 0
-    assert (before["medusa_k25:drafting"], series["medusa_k25:drafting"]) == (0, 0)
-    cycles = sum(map(len, map(nodes_of, rows)))
-    assert series['medusa_k25:cycles_total{kind="verify",label="known"}'] == cycles == sum(world.passes)
+def check_series(series: dict[str, float], world: World, requests: int, plain_cycles: int) -> None:
+    """What /metrics says of `requests` that drafted, labelled "known", and of those without, labelled "off"."""
+    assert series["medusa_k25:drafting"] == 0
+    cycles = sum(world.passes)
+    assert series['medusa_k25:cycles_total{kind="verify",label="known"}'] == cycles
     assert series['medusa_k25:cycles_total{kind="plain",label="known"}'] == 0
     emitted = series['medusa_k25:emitted_tokens_total{label="known"}']
     # the last pass of an answer may accept drafts beyond its end
-    assert (LIMIT - 1) * len(rows) <= emitted <= (LIMIT - 1 + TREE.depth) * len(rows)
+    assert (LIMIT - 1) * requests <= emitted <= (LIMIT - 1 + TREE.depth) * requests
     assert series['medusa_k25:accept_length{label="known"}'] == pytest.approx(emitted / cycles)
-    drafted = [series[f'medusa_k25:drafted_tokens_total{{depth="{d}",label="known"}}'] for d in (1, 2, 3)]
+    drafted = [series[f'medusa_k25:drafted_tokens_total{{depth="{depth}",label="known"}}'] for depth in (1, 2, 3)]
     assert drafted == [cycles * int((TREE.depths_n == depth).sum()) for depth in (1, 2, 3)]
-    accepted = [series[f'medusa_k25:accepted_tokens_total{{depth="{d}",label="known"}}'] for d in (1, 2, 3)]
+    accepted = [series[f'medusa_k25:accepted_tokens_total{{depth="{depth}",label="known"}}'] for depth in (1, 2, 3)]
     assert sum(accepted) == emitted - cycles and accepted == sorted(accepted, reverse=True)
     assert series['medusa_k25:plain_share{label="off"}'] == 1
-    assert series['medusa_k25:cycles_total{kind="plain",label="off"}'] == sum(map(len, map(nodes_of, plain)))
+    assert series['medusa_k25:cycles_total{kind="plain",label="off"}'] == plain_cycles
 
 
 def adaptive_for(tree: Tree, sizes: Sequence[int], whole_ms: float, pace: float = 0.0, up_to: int = 8) -> Adaptive:
@@ -235,17 +227,6 @@ def adaptive_for(tree: Tree, sizes: Sequence[int], whole_ms: float, pace: float 
         pace=(pace,),
         draft_up_to=up_to,
     )
-
-
-def test_drafting_that_does_not_pay_is_switched_off_and_says_why(world: World, tmp_path: Path) -> None:
-    """A pass takes a hundred times as long, and there is no pace to compare it with: the whole tree, for a window."""
-    losing = world.export(tmp_path / "losing", adaptive=adaptive_for(TREE, [1, 12], 100.0))
-    with server(world, losing, tmp_path) as client:
-        deadline = time.monotonic() + 120
-        while (status := read_status(client.control)) is None and time.monotonic() < deadline:
-            check_text(client, world)
-        assert status is not None and status.drafting == "off" and "times the speed without drafting" in status.why
-        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {1}
 
 
 def walked_by_the_rule(world: World, rule: Adaptive, place: int) -> list[int]:
@@ -271,26 +252,39 @@ def walked_by_the_rule(world: World, rule: Adaptive, place: int) -> list[int]:
     return nodes
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_adaptive_server_verifies_what_the_rule_says(world: World, tmp_path: Path, ranks: int) -> None:
+def test_two_adaptive_ranks_verify_what_the_rule_says_and_heed_orders(world: World, tmp_path: Path) -> None:
     rule = adaptive_for(TREE, [1, 3, 6, 12], 2.0, pace=1.2)
     folder = world.export(tmp_path / "adaptive", adaptive=rule)
-    with server(world, folder, tmp_path, **({"tp_size": 2} if ranks == 2 else {})) as client:
+    second = world.export(tmp_path / "second", Tree.chain(2))
+    with server(world, folder, tmp_path, tp_size=2) as client:
         found = [nodes_of(client.ask([prompt])[0]) for prompt in world.prompts]
         assert found == [walked_by_the_rule(world, rule, place) for place in range(len(world.prompts))]
         assert len({number for nodes in found for number in nodes}) > 2  # a rule that chose alike would show little
         check_text(client, world)  # all of them at once share every choice
         with under_load(client, world):
             client.order(Order("on"))
-        rows = check_text(client, world)
-        assert [len(nodes_of(row)) for row in rows] == world.passes  # always the whole tree
+        assert [len(nodes_of(row)) for row in check_text(client, world)] == world.passes  # the whole tree, always
+        with under_load(client, world):
+            assert client.order(Order("off")).drafting == "off"
+            assert client.order(Order("on", str(second))).heads == str(second)
+            assert client.order(Order("off", str(tmp_path / "missing"))).error is not None
+        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {3}
 
 
-def test_above_a_batch_size_nothing_is_drafted(world: World, tmp_path: Path) -> None:
-    folder = world.export(tmp_path / "small", adaptive=adaptive_for(TREE, [1, 12], 1.5, up_to=2))
-    with server(world, folder, tmp_path) as client:
+def test_nothing_is_drafted_where_it_does_not_pay(world: World, tmp_path: Path) -> None:
+    """Above a number of requests; and after a window of passes that take a hundred times as long, all of them made by a
+    rule that has no pace to compare them with."""
+    few = world.export(tmp_path / "few", adaptive=adaptive_for(TREE, [1, 12], 1.5, up_to=2))
+    losing = world.export(tmp_path / "losing", adaptive=adaptive_for(TREE, [1, 12], 100.0))
+    with server(world, few, tmp_path) as client:
         alone = client.ask(world.prompts[:1])[0]
         assert len(nodes_of(alone)) == world.passes[0] and set(nodes_of(alone)) == {12}
-        rows = client.ask(world.prompts)
-        assert [row["output_ids"] for row in rows] == world.answers
-        assert 1 in {number for row in rows for number in nodes_of(row)}
+        assert 1 in {number for row in check_text(client, world) for number in nodes_of(row)}
+        with under_load(client, world):
+            assert client.order(Order("auto", str(losing))).drafting == "on"
+        deadline = time.monotonic() + 120
+        while (status := read_status(client.control)) is None or status.drafting == "on":
+            assert time.monotonic() < deadline
+            check_text(client, world)
+        assert "times the speed without drafting" in status.why
+        assert {number for row in check_text(client, world) for number in nodes_of(row)} == {1}
