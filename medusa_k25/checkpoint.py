@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from medusa_k25.heads import HEADS, DraftVocabulary, Heads, Speculator, kind_of
-from medusa_k25.target import Target
+from medusa_k25.target import Target, refuse_other_target
 
 SCORE = "calibration/speedup"  # what "best" means
 
@@ -31,15 +31,18 @@ class HeadsCheckpoint:
     vocabulary: DraftVocabulary
     record: dict[str, Any]
 
-    def refuse_other_target(self, target: Target) -> None:
-        """ValueError unless these heads were trained on the states of `target`."""
-        trained = self.record["target"]
-        for name in ("lm_head", "final_norm"):
-            if trained["fingerprints"][name] != target.fingerprints[name]:
-                raise ValueError(
-                    f"{self.path} was trained for {trained['name']} ({trained['revision']}), whose {name} differs from "
-                    f"that of {target.name} at {target.path}; choose the target it was trained for, or train anew"
-                )
+    def refuse_other_target(self, target: Target, allow_mismatch: bool = False) -> list[str]:
+        """In what `target` differs from the one on whose states these heads were trained, with a warning.
+
+        ValueError if it does and that is not allowed, and always for other sizes.
+        """
+        sizes = (self.heads.hidden_size, self.vocabulary.vocab_size), (target.hidden_size, target.vocab_size)
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{self.path} holds heads of hidden size and vocabulary size {sizes[0]}, target {target.name} has "
+                f"{sizes[1]}; choose the target they were trained for, or train anew"
+            )
+        return refuse_other_target(str(self.path), self.record["target"], target, allow_mismatch)
 
     def speculator(self, target: Target, device: str | torch.device = "cpu") -> Speculator:
         return Speculator.of(self.heads, self.vocabulary, target, device)

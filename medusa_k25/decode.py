@@ -17,19 +17,21 @@ from medusa_k25.reports.evaluation import write_page
 from medusa_k25.reports.report import read_report, summary, update_report
 from medusa_k25.serving.beside_files import open_beside
 from medusa_k25.serving.decode import Drafter, prove
-from medusa_k25.serving.formats import load_served
+from medusa_k25.serving.formats import open_served, refuse_heads_of_another_target
 
 
 @verb("target")
 def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
-    cache = Cache.open(Path(cfg.cache), target)
+    cache = Cache.open(Path(cfg.cache), target, allow_target_mismatch=cfg.allow_target_mismatch)
     folder = Path(cfg.export_dir)
-    served = load_served(folder)
+    opened = open_served(folder, target.vocab_size)
+    differs = refuse_heads_of_another_target(opened, target, cfg.allow_target_mismatch)
+    served = opened.load()
     found = open_beside(served, folder, target.vocab_size)
     ours = served.config.get("medusa_k25")
     made_from = ours.get("cache_fingerprint") if isinstance(ours, dict) else None  # blank and foreign heads have none
-    if made_from is not None and not cfg.allow_other_cache:
+    if made_from is not None and not cfg.allow_other_cache and not differs:  # another target's text is another text
         cache.refuse_other(made_from, cfg.export_dir)
     drafter = Drafter(Speculator.of(served.heads, served.vocabulary, target), served.tree)
     documents = documents_of(cache, "heldout")[: cfg.decode_prompts]

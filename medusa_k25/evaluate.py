@@ -1,12 +1,14 @@
 """Does it pay? What every predictor accepts on held-out text, what a pass costs, and the tokens/s that makes.
 
 python -m medusa_k25.evaluate [checkpoint=best|last|STEP|FOLDER] [hardware=NAME]
+python -m medusa_k25.evaluate checkpoint=FOLDER allow_target_mismatch=true
 python -m medusa_k25.evaluate conversations=FILE [tokenizer=FOLDER] [hardware=NAME]
 python -m medusa_k25.evaluate server=URL prompts=FILE [baseline=URL2|control=FOLDER] [label=topic] [concurrency=[1,8]]
 
-The second form needs no states and no weights: it answers for the predictors that need no training, in predictors.html.
-So does the first one where the run has no checkpoint yet, and with checkpoint=null.
-The third one asks a running SGLang server that serves heads, and a second one without, or the same one with its
+The second form takes heads of another target, and says in another_target.html whether to reuse them, to start from
+them or to train from scratch. The third one needs no states and no weights: it answers for the predictors that need no
+training, in predictors.html. So does the first one where the run has no checkpoint yet, and with checkpoint=null.
+The last one asks a running SGLang server that serves heads, and a second one without, or the same one with its
 drafting switched off by a file in FOLDER, which the server knows as MEDUSA_K25_CONTROL; in server.html. With
 dry_run=true it only says what it would ask.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from medusa_k25.acceptance import (
     HEADS,
+    NGRAM_LOOKUP,
     TREE,
     Evaluation,
     Evaluator,
@@ -41,11 +44,12 @@ from medusa_k25.answer_client import Ask
 from medusa_k25.breakdown import Part, break_down
 from medusa_k25.cache import Cache
 from medusa_k25.chat import ChatMarks, think_ids_of
-from medusa_k25.checkpoint import complete_checkpoints, find_checkpoint, load_heads
+from medusa_k25.checkpoint import HeadsCheckpoint, complete_checkpoints, find_checkpoint, load_heads
 from medusa_k25.config import ConfigError, verb
 from medusa_k25.conversations import Job, context_of, default_device, prompt_key
 from medusa_k25.costs.cycle import CycleModel, Length
 from medusa_k25.costs.hardware import Hardware
+from medusa_k25.costs.new_target import RULE, Advice, common_size
 from medusa_k25.costs.served import KIMI_K25_NAME
 from medusa_k25.costs.verdict import Verdict, fastest_candidates, judge, no_drafting, published_candidates
 from medusa_k25.data.splits import SPLITS, Split, split_of
@@ -54,7 +58,7 @@ from medusa_k25.data.windows import documents_of
 from medusa_k25.heads import Heads, Speculator
 from medusa_k25.prompts import PACKAGE, STUDY, load_prompts
 from medusa_k25.reports.evaluation import write_page
-from medusa_k25.reports.report import acceptance_table, update_report
+from medusa_k25.reports.report import acceptance_table, read_report, update_report
 from medusa_k25.reports.server import as_text, write_server_page
 from medusa_k25.serving.adaptive_fit import PRICED_TOKENS, Costs, Priced, answer_log_p, fitted
 from medusa_k25.serving.beside_files import open_beside
@@ -82,6 +86,7 @@ class Evidence:
     train: for predictors that draft from it. target: whose text it is, None where nobody says. passes: what a pass
     costs. draft_ms: of the heads for so many nodes, by predictor. heads: with the size of their draft vocabulary.
     log_p: how sure they are of each draft of a tree, by text (`answer_log_p`).
+    differs: in what their target is another than the text's. home: the figures of their own run, where it has them.
     """
 
     train: Sequence[Text]
@@ -93,6 +98,8 @@ class Evidence:
     made_from: Mapping[str, Any]
     heads: tuple[Heads, int] | None = None
     log_p: Callable[[Tree, Mapping[Split, Sequence[Text]]], Mapping[Text, Tensor]] | None = None
+    differs: Sequence[str] = ()
+    home: Mapping[str, Any] | None = None
 
 
 @verb("target", "generate", "evaluate", "hardware")
@@ -111,6 +118,9 @@ def main(cfg: DictConfig) -> None:
         section["adaptive"] = adaptive.as_json()
         print(f"\n{adaptive.text()}")
     name = "predictors" if section["tree"] is None else "evaluate"  # what is known of heads stays
+    if "another_target" in section:
+        print(f"\n{section['another_target']['sentence']}\nThe rule: {RULE}.")
+        name = "another_target"  # so does what they are worth on their own
     update_report(run_dir, name, section)
     print(f"\nwrote {write_page(run_dir, name)}")
 
@@ -238,6 +248,8 @@ def judged(evaluator: Evaluator, evidence: Evidence) -> tuple[Evaluation, Verdic
         assert isinstance(tree, HeadsTree)
         shape = drawn(tree.tree(nodes), replayed.passes(tree, nodes), replayed.heldout, evidence.ranks)
         section["tree"] = asdict(shape)
+    if evidence.differs:
+        section["another_target"] = advised(evidence, evaluation.rows, verdict)
     return evaluation, verdict, section
 
 
@@ -254,6 +266,40 @@ def priced(evidence: Evidence, tree: Tree, verdict: Verdict) -> Priced:
     calibration, heldout = (([log_p[text] for text in some], [ranks[text] for text in some]) for some in texts.values())
     of_target = evidence.target is not None and evidence.passes.hardware.is_of(evidence.target)
     return Priced.of(fitted(tree, *calibration, costs), tree, *heldout, of_target)
+
+
+def advised(evidence: Evidence, rows: Sequence[Row], verdict: Verdict) -> dict[str, Any]:
+    """What to do with heads of another target, as a part of report.json."""
+    own = {row.num_nodes: row for row in rows if row.predictor == TREE}
+    lookup = {row.num_nodes: row.every.length for row in rows if row.predictor == NGRAM_LOOKUP}
+    home = {
+        row["num_nodes"]: Length.around(row["every"]["length"], tuple(row["interval"]))
+        for row in (evidence.home or {"rows": []})["rows"]
+        if row["predictor"] == TREE
+    }
+    judged = next(row for row in verdict.rows if row.candidate.predictor == TREE)
+    nodes = common_size(judged.candidate.nodes, [*own], [*home])
+    if nodes is None:
+        sentence = (
+            f"Another target ({', '.join(evidence.differs)}): what these heads accept on the text of their own target "
+            "is not known, so nothing is advised; evaluate them in the run that trained them, then this again."
+        )
+        return {"differs": list(evidence.differs), "action": None, "sentence": sentence, "rule": RULE}
+    row = own[nodes]
+    here = Length.around(row.every.length, row.interval)
+    cycle_ms = evidence.passes.speed(
+        nodes, here, verdict.batch, verdict.context, verdict.temperature, evidence.draft_ms[TREE](nodes)
+    ).cycle.ms
+    pays = cycle_ms * verdict.baseline_tok_s / 1000
+    return Advice(tuple(evidence.differs), nodes, here, home[nodes], lookup[nodes], pays).as_json()
+
+
+def evaluated_at_home(checkpoint: HeadsCheckpoint) -> Mapping[str, Any] | None:
+    """The section "evaluate" of the run that a checkpoint lies in, if it is about this checkpoint and its cache."""
+    path = checkpoint.path.resolve()
+    found = read_report(path.parent.parent).get("evaluate", {})
+    known = Path(found.get("checkpoint", "")).name, found.get("cache_fingerprint")
+    return found if known == (path.name, checkpoint.record["cache_fingerprint"]) else None
 
 
 def broken_down(predictor: Predictor, replayed: Replayed, num_nodes: int) -> dict[str, Any]:
@@ -308,7 +354,7 @@ def of_conversations(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) 
 
 def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evidence:
     target = instantiate(cfg.target)
-    cache = Cache.open(Path(cfg.cache), target)
+    cache = Cache.open(Path(cfg.cache), target, allow_target_mismatch=cfg.allow_target_mismatch)
     think_ids = think_ids_of(target.load_tokenizer())
     texts = {split: texts_of_cache(cache, split, think_ids) for split in SPLITS}
     replayed = evaluator.replayed(texts)
@@ -320,8 +366,8 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
             print(f"no checkpoint in {checkpoints}: for the predictors alone that need no training")
         return Evidence(texts["train"], replayed, None, target.name, passes, {}, made_from)
     checkpoint = load_heads(find_checkpoint(checkpoints, cfg.checkpoint))
-    checkpoint.refuse_other_target(target)
-    if not cfg.allow_other_cache:
+    differs = checkpoint.refuse_other_target(target, cfg.allow_target_mismatch)
+    if not cfg.allow_other_cache and not differs:  # another target's answers are another text
         cache.refuse_other(checkpoint.record["cache_fingerprint"], str(checkpoint.path))
     speculator = checkpoint.speculator(target, default_device())
     reported: dict[Split, Sequence[Text]] = {"calibration": replayed.calibration, "heldout": replayed.heldout}
@@ -344,6 +390,8 @@ def of_cache(cfg: DictConfig, hardware: Hardware, evaluator: Evaluator) -> Evide
         made_from | {"checkpoint": str(checkpoint.path)},
         heads,
         log_p,
+        differs,
+        evaluated_at_home(checkpoint) if differs else None,
     )
 
 

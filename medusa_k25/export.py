@@ -45,17 +45,18 @@ from medusa_k25.heads import DraftVocabulary, Heads, Speculator
 from medusa_k25.ngram.beside import MOST_CHAIN, Beside, looked_up
 from medusa_k25.ngram.corpus import choose_corpus
 from medusa_k25.ngram.table import AnswersTable
+from medusa_k25.prompts import PACKAGE, STUDY, load_prompts
 from medusa_k25.replay import NO_CALIBRATION, answer_ranks, fastest_tree, grow
 from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.serving.adaptive_fit import PRICED_TOKENS, Costs, adaptive_note, answer_log_p, fitted
 from medusa_k25.serving.beside_files import SOURCES, beside_note, write_beside
 from medusa_k25.serving.blank import blank_heads, made_up_tree
-from medusa_k25.serving.card import HUB_NAMES, Measured, measured_rows, model_card
+from medusa_k25.serving.card import HUB_NAMES, Measured, licence_terms, measured_rows, model_card
 from medusa_k25.serving.decode import Drafter
 from medusa_k25.serving.formats import FORMATS, export_heads, remarks
 from medusa_k25.serving.ngram_corpus import CORPUS_FILE, make_corpus, write_corpus
 from medusa_k25.serving.untrusted import read_json
-from medusa_k25.target import Target, end_ids_of, load_tokenizer
+from medusa_k25.target import Target, end_ids_of, load_tokenizer, target_differences
 from medusa_k25.tree import Growth, Tree
 
 
@@ -121,13 +122,13 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
     if cfg.tree is None and cfg.num_nodes is None and not hardware.is_of(target.name):
         print(f"the tree is the fastest by the passes of {hardware.target} on {hardware.name}, not by {target.name}'s")
     checkpoint = load_heads(find_checkpoint(run_dir / "checkpoints", cfg.checkpoint))
-    checkpoint.refuse_other_target(target)
+    differs = checkpoint.refuse_other_target(target, cfg.allow_target_mismatch)
     heads, vocabulary, record = checkpoint.heads, checkpoint.vocabulary, checkpoint.record
 
     @functools.cache  # for the tree and for what is drafted beside it
     def opened() -> tuple[Speculator, Cache]:
-        cache = Cache.open(Path(cfg.cache), target)
-        if not cfg.allow_other_cache:
+        cache = Cache.open(Path(cfg.cache), target, allow_target_mismatch=cfg.allow_target_mismatch)
+        if not cfg.allow_other_cache and not differs:  # another target's answers are another text
             cache.refuse_other(record["cache_fingerprint"], str(checkpoint.path))
         return checkpoint.speculator(target), cache
 
@@ -154,13 +155,15 @@ def export_trained(cfg: DictConfig, target: Target) -> None:
         else:
             adaptive = best_adaptive(*opened(), tree, CycleModel.on(hardware, target.path))
     provenance = {key: record[key] for key in ("target", "cache_fingerprint", "code_version", "step")}
+    if differs:
+        provenance["also_for"] = target.identity  # whose server may load them all the same
     evaluation = read_report(run_dir).get("evaluate")
     made_from = {"checkpoint": str(checkpoint.path), "cache_fingerprint": record["cache_fingerprint"]}
     if evaluation is not None and any(evaluation.get(key) != value for key, value in made_from.items()):
         evaluation = None  # of other heads, or on other text
     rows = measured_rows(record, evaluation, tree.paths, heads.num_heads, None if beside is None else cfg.beside)
-    data = data_of(Path(cfg.cache), provenance)
-    write(cfg, target, heads, vocabulary, tree, provenance, data, rows, beside, adaptive)
+    data, prompts = data_of(Path(cfg.cache), provenance), prompts_of(Path(cfg.cache), provenance, record["config"])
+    write(cfg, target, heads, vocabulary, tree, provenance, data, prompts, rows, beside, adaptive)
     made = {"folder": str(folder), "checkpoint": str(checkpoint.path), "nodes": tree.num_nodes}
     if adaptive is not None:
         made["draft_up_to"] = adaptive.draft_up_to
@@ -240,9 +243,9 @@ def export_blank(cfg: DictConfig, target: Target) -> None:
     heads = instantiate(cfg.heads)(target.hidden_size, len(vocabulary), tree)
     if heads.own_lm_head:
         heads.init_lm_heads(vocabulary.rows(target.lm_head))
-    facts = {key: getattr(target, key) for key in ("name", "revision", "quantisation", "fingerprints")}
-    provenance = {"target": facts, "code_version": __version__, "heads": "blank"}
-    write(cfg, target, heads, vocabulary, tree, provenance, "none, these heads are untrained: use them to measure", [])
+    provenance = {"target": target.identity, "code_version": __version__, "heads": "blank"}
+    untrained = "none, these heads are untrained: use them to measure"
+    write(cfg, target, heads, vocabulary, tree, provenance, untrained, "none", [])
     print(f"wrote {folder}: {heads.num_heads} untrained heads in {cfg.export_dtype}, tree of {tree.num_nodes} nodes")
 
 
@@ -263,11 +266,12 @@ def write(
     tree: Tree,
     provenance: dict[str, Any],
     data: str,
+    prompts: str,
     rows: list[Measured],
     beside: Beside | None = None,
     adaptive: Adaptive | None = None,
 ) -> None:
-    """The folder and its card."""
+    """The folder and its card. data, prompts: sentences on what the heads have learned from."""
     hub_name = cfg.base_model or HUB_NAMES.get(target.name) or (target.name if "/" in target.name else None)
     folder = Path(cfg.export_dir)
     dtype: Any = getattr(torch, cfg.export_dtype, cfg.export_dtype)
@@ -291,10 +295,19 @@ def write(
         notes.append(beside_note(beside))
     if adaptive is not None:
         notes.append(adaptive_note(adaptive))
+    if "also_for" in provenance:
+        differs = target_differences(provenance["target"], provenance["also_for"])
+        notes.append(
+            f"The heads were trained for another target than {target.path}, for which they were exported; it differs "
+            f"in {', '.join(differs)}, and the figures here are of the one that they were trained for"
+        )
     for note in notes:
         print(note)
     nested = target.model_type == "kimi_k25"
-    card = model_card(cfg.format, served, hub_name, provenance["target"], data, rows, notes, nested)
+    terms = licence_terms(hub_name or target.name, hub_name, target.path, cfg.heads_license, prompts)
+    card = model_card(
+        cfg.format, served, hub_name, provenance["target"], data, rows, notes, nested, terms, cfg.heads_license
+    )
     (folder / "README.md").write_text(card)
 
 
@@ -310,6 +323,19 @@ def data_of(cache_dir: Path, provenance: dict[str, Any]) -> str:
     train = documents_of(cache, "train")
     states = sum(document.row_stop - document.row_start for document in train)
     return f"{len(train):,} documents with {states:,} positions, {trained}"
+
+
+def prompts_of(cache_dir: Path, provenance: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
+    """A sentence on the terms of the training's prompts. trained: the configuration, which may name their origin."""
+    named = trained.get("prompts")
+    others = f"`{named}`" if named not in (None, PACKAGE, STUDY) else "an origin that was not recorded"
+    look_up = f"from {others}: their terms must be looked up with their owner"
+    cache = Cache.open(cache_dir, check=False) if (cache_dir / "manifest.json").is_file() else None
+    if cache is None or cache.fingerprint != provenance["cache_fingerprint"]:
+        return look_up
+    shipped, ids = {prompt.id for prompt in load_prompts(STUDY)}, {document.id for document in cache.documents}
+    ours = f"{len(ids & shipped):,} of {len(ids):,} are questions that medusa_k25 ships, under Apache-2.0 as all of it"
+    return ours if ids <= shipped else f"{ours}; the others {look_up}" if ids & shipped else look_up
 
 
 def log_to_wandb(cfg: DictConfig, checkpoint: HeadsCheckpoint, tree: Tree, provenance: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ Letters: B batch, T tokens, D hidden size, V vocabulary.
 import hashlib
 import inspect
 import json
+import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +23,17 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TENSORS = {"lm_head": "lm_head.weight", "final_norm": "model.norm.weight", "embeddings": "model.embed_tokens.weight"}
+IN_A_CACHE = (*TENSORS, "tokenizer")  # what ids and states on disk depend on, of `Target.fingerprints`
 PREFIXES = ("", "language_model.")  # Kimi-K2.5 wraps its language model
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "chat_template.jinja", "chat_template.json")
 FINGERPRINT_ROWS = 1024
+UNKNOWN_REVISION = "local"
 
 KIMI_VOCAB_SIZE = 163840
 KIMI_THINK_ID, KIMI_THINK_END_ID = 163606, 163607
@@ -39,7 +45,7 @@ class Target:
 
     name: str
     path: Path
-    revision: str  # the snapshot's commit in the Hugging Face cache, else "local"
+    revision: str  # the commit on the hub that the folder was fetched from, else UNKNOWN_REVISION
     model_type: str
     quantisation: str  # "none", "compressed-tensors int4", ...
     dtype: str  # of the stored lm_head: "bfloat16", "float16" or "float32"
@@ -89,7 +95,7 @@ class Target:
         return cls(
             name=name or _repository(path) or path.name,
             path=path,
-            revision=path.name if _repository(path) else "local",
+            revision=_revision(path, config),
             model_type=str(config.get("model_type")),
             quantisation=_quantisation(text.get("quantization_config") or config.get("quantization_config")),
             dtype=DTYPES[dtypes["lm_head"]],
@@ -125,7 +131,7 @@ class Target:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """sha256 of "lm_head", "final_norm" and "tokenizer": two targets that share them can share a cache.
+        """sha256 of "lm_head", "final_norm", "embeddings" and "tokenizer".
 
         A tensor's digest covers dtype, shape and the bytes of at most FINGERPRINT_ROWS rows, spread evenly from the
         first to the last: all rows when there are no more than that (the norm is one row), and for Kimi-K2.5's
@@ -134,8 +140,14 @@ class Target:
         return {
             "lm_head": tensor_fingerprint(self.lm_head),
             "final_norm": tensor_fingerprint(self.norm_weight[None]),
+            "embeddings": tensor_fingerprint(self.embeddings),
             "tokenizer": _tokenizer_fingerprint(self.path),
         }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What caches, checkpoints and exports record of the target they were made for; see `target_differences`."""
+        return {key: getattr(self, key) for key in ("name", "revision", "quantisation", "fingerprints")}
 
     @cached_property
     def placeholder_id(self) -> int | None:
@@ -236,6 +248,42 @@ def cpu_has_bf16_products() -> bool:
     return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
+def target_differences(
+    recorded: Mapping[str, Any], identity: Mapping[str, Any], parts: Iterable[str] = tuple(TENSORS)
+) -> list[str]:
+    """In what two targets (`Target.identity`) differ: revision, quantisation, and by fingerprint each of `parts`.
+
+    What one of them does not know is not compared: the revision of a folder of nobody's, or a fingerprint that an older
+    version did not take. The name is what a user calls it and makes no difference.
+    """
+    found = []
+    for key in ("revision", "quantisation"):
+        theirs, ours = recorded.get(key), identity.get(key)
+        if theirs and ours and UNKNOWN_REVISION not in (theirs, ours) and theirs != ours:
+            found.append(f"{key} ({theirs} there, {ours} here)")
+    theirs, ours = recorded.get("fingerprints") or {}, identity.get("fingerprints") or {}
+    return found + [part for part in parts if part in theirs and part in ours and theirs[part] != ours[part]]
+
+
+def refuse_other_target(
+    what: str, recorded: Mapping[str, Any], target: Target, allow_mismatch: bool, parts: Iterable[str] = tuple(TENSORS)
+) -> list[str]:
+    """How `target` differs from the one that `what` was made for: ValueError, or a warning where that is allowed."""
+    found = target_differences(recorded, target.identity, parts)
+    if found:
+        said = (
+            f"{what} was made for target {recorded['name']} ({recorded['revision']}), which differs from target "
+            f"{target.name} ({target.revision}) at {target.path} in: {', '.join(found)}"
+        )
+        if not allow_mismatch:
+            raise ValueError(
+                f"{said}; choose the target it was made for, make it anew for this one, or set "
+                "allow_target_mismatch=true to go on all the same (for a server's heads: when they are exported)"
+            )
+        logger.warning("WARNING: %s; going on, for allow_target_mismatch=true", said)
+    return found
+
+
 def tensor_fingerprint(tensor: Tensor) -> str:
     """sha256 over dtype, shape and evenly spread rows of a matrix; see `Target.fingerprints`."""
     rows, count = len(tensor), min(len(tensor), FINGERPRINT_ROWS)
@@ -323,6 +371,18 @@ def _repository(path: Path) -> str | None:
     if path.parent.name != "snapshots" or not folder.startswith("models--"):
         return None
     return folder.removeprefix("models--").replace("--", "/")
+
+
+def _revision(path: Path, config: Mapping[str, Any]) -> str:
+    """The name of a snapshot in the Hugging Face cache, what a download into a folder or into config.json left."""
+    if _repository(path):
+        return path.name
+    left = path / ".cache" / "huggingface" / "download" / "config.json.metadata"  # hf download --local-dir
+    lines = left.read_text().splitlines() if left.is_file() else []
+    for commit in (*lines[:1], config.get("_commit_hash")):
+        if isinstance(commit, str) and re.fullmatch("[0-9a-f]{40}", commit):
+            return commit
+    return UNKNOWN_REVISION
 
 
 def _quantisation(config: Mapping[str, Any] | None) -> str:

@@ -93,7 +93,7 @@ def train(cfg: DictConfig) -> None:
         raise ValueError(f"dry_run=true, but there is no cache at {cfg.cache} to measure; make it, or name another")
     if missing or (not cfg.dry_run and cfg.make_missing_inputs and killed and Path(cfg.conversations).exists()):
         make_inputs(cfg, target)
-    cache = Cache.open(Path(cfg.cache), target)
+    cache = Cache.open(Path(cfg.cache), target, allow_target_mismatch=cfg.allow_target_mismatch)
     checkpoints = run_dir / "checkpoints"
     last = find_checkpoint(checkpoints, "last") if complete_checkpoints(checkpoints) else None
     if cfg.resume not in ("auto", "never"):
@@ -246,7 +246,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
     heads = new_heads()
     heads.init_lm_heads(lm_head_MD)
     if cfg.warm_start is not None and last is None:
-        say(warm_start(heads, vocabulary, Path(cfg.warm_start), cfg.warm_start_min_match))
+        say(warm_start(heads, vocabulary, Path(cfg.warm_start), cfg.warm_start_min_match, target.identity))
     dtype = torch.float32 if str(cfg.trainer.precision).startswith("32") else torch.bfloat16
     module = MedusaModule(
         heads,
@@ -262,12 +262,7 @@ def build(cfg: DictConfig, target: Target, cache: Cache, last: Path | None = Non
         cfg.trainer.log_every_n_steps,
     )
     record = {
-        "target": {
-            "name": target.name,
-            "revision": target.revision,
-            "quantisation": target.quantisation,
-            "fingerprints": target.fingerprints,
-        },
+        "target": target.identity,
         "cache_fingerprint": cache.fingerprint,
         "code_version": __version__,
         "config": OmegaConf.to_container(cfg, resolve=True),

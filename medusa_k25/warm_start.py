@@ -7,9 +7,10 @@ Letters: V target vocabulary, M draft vocabulary (of the new heads), R rows (of 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises for a file that it does not take for weights
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from medusa_k25.serving.formats import (
     medusa_names,
     rename,
     residual_outline,
+    targets_of,
     tensors_of,
 )
 from medusa_k25.serving.untrusted import read_json
+from medusa_k25.target import target_differences
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -43,6 +46,7 @@ class Source:
     num_heads: int
     hidden_size: int
     token_ids_R: Tensor | None  # the target token of each row; None: all of them, in their order
+    target: Mapping[str, Any] = field(default_factory=dict)  # `Target.identity` of whose states it learned; {}: unknown
 
     @property
     def num_blocks(self) -> int:
@@ -59,13 +63,20 @@ class Source:
 
 
 @torch.no_grad()
-def warm_start(heads: Heads, vocabulary: DraftVocabulary, source: Path, min_match: float) -> str:
+def warm_start(
+    heads: Heads,
+    vocabulary: DraftVocabulary,
+    source: Path,
+    min_match: float,
+    identity: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """Copy what `source` holds into freshly built heads, whose lm_heads were initialised; returns what was done.
 
     source: a run folder (its best checkpoint), a checkpoint or an export of ours, or a folder of other producers.
     Residual blocks are copied head by head and layer by layer; what the source lacks keeps its identity start. Heads of
     other types are copied whole. Rows of own lm_heads are copied where the source has own rows of that token; the
-    others stay the target's.
+    others stay the target's. identity: of the target that they are to learn from now (`Target.identity`): another one
+    than the source's is no fault, and is said.
     Raises ValueError where less than `min_match` (0 to 1) of the draft vocabulary is known to the source, for another
     type or hidden size, for heads of other sizes where they are copied whole, for biases that would be lost, and for
     files that are damaged or not understood.
@@ -96,6 +107,8 @@ def warm_start(heads: Heads, vocabulary: DraftVocabulary, source: Path, min_matc
 
     places = tensors_of(heads)
     lines = [f"warm start  {source}: {given.origin}"]
+    if differs := target_differences(given.target, identity):
+        lines.append(f"of another target, which differs from this one in: {', '.join(differs)}; training adapts them")
     if isinstance(heads, ResidualHeads):
         lines.append(copy_blocks(given, heads, places))
     else:
@@ -193,21 +206,22 @@ def read_ours(folder: Path) -> Source:
     heads, record = checkpoint.heads, checkpoint.record
     target = record["target"]
     origin = f"step {record['step']} of heads for {target['name']} ({target['revision']})"
-    return source_of(origin, heads, checkpoint.vocabulary)
+    return source_of(origin, heads, checkpoint.vocabulary, target)
 
 
-def source_of(origin: str, heads: Heads, vocabulary: DraftVocabulary) -> Source:
+def source_of(origin: str, heads: Heads, vocabulary: DraftVocabulary, target: Mapping[str, Any]) -> Source:
     tensors, token_ids_M = tensors_of(heads), vocabulary.token_ids_M
-    return Source(origin, kind_of(heads), tensors, heads.num_heads, heads.hidden_size, token_ids_M)
+    return Source(origin, kind_of(heads), tensors, heads.num_heads, heads.hidden_size, token_ids_M, target)
 
 
 def read_export(folder: Path) -> Source:
     """vLLM's layout, or heads of another type as only we export them."""
     config = read_json(folder / "config.json")
+    target = next(iter(targets_of(config)), {})
     if "medusa_heads" in config:
         served = load_served(folder)
-        return source_of(origin_of(config, "exported heads"), served.heads, served.vocabulary)
-    return read_vllm(folder, config)
+        return source_of(origin_of(config, "exported heads"), served.heads, served.vocabulary, target)
+    return replace(read_vllm(folder, config), target=target)
 
 
 def origin_of(config: Mapping[str, Any], unknown: str) -> str:

@@ -43,6 +43,11 @@ class StubTarget:
     hidden_size: int = D
     vocab_size: int = V
     fingerprints: dict[str, str] = field(default_factory=lambda: {"lm_head": "a", "final_norm": "b", "tokenizer": "c"})
+    path: Path = Path("stub")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("name", "revision", "quantisation", "fingerprints")}
 
 
 STUB: Any = StubTarget()
@@ -526,8 +531,9 @@ def test_appending_with_another_target_or_dtype_is_refused(tmp_path: Path) -> No
         replace(STUB, quantisation="int4"),
         replace(STUB, fingerprints=STUB.fingerprints | {"tokenizer": "x"}),
     ]
-    for target, name in zip(others, ["name", "quantisation", "fingerprints"], strict=True):
-        with pytest.raises(ValueError, match=rf"cannot append to .*\({name}: cache .*, target .*capture into another"):
+    said = ["name: cache 'stub', target 'other'", r"quantisation \(none there, int4 here\)", "tokenizer"]
+    for target, difference in zip(others, said, strict=True):
+        with pytest.raises(ValueError, match=rf"cannot append to .*\({difference}\); capture into another"):
             CacheWriter.open(tmp_path, target, "float32", "test")
     with pytest.raises(ValueError, match="storage_dtype: cache 'float32', asked for 'bfloat16'"):
         CacheWriter.open(tmp_path, STUB, "bfloat16", "test")
@@ -569,7 +575,7 @@ def test_another_target_is_refused_and_both_are_named(tmp_path: Path) -> None:
     for change, message in (
         ({"hidden_size": 16}, "hidden_size 8 != 16"),
         ({"vocab_size": 60}, "vocab_size 50 != 60"),
-        ({"fingerprints": STUB.fingerprints | {"lm_head": "x"}}, "fingerprint of lm_head"),
+        ({"fingerprints": STUB.fingerprints | {"lm_head": "x", "tokenizer": "x"}}, "lm_head, tokenizer; choose"),
     ):
         with pytest.raises(
             ValueError, match=rf"target stub \(local\), which differs from target other .*in: {message}"

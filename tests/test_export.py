@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from medusa_k25 import export
 from medusa_k25.acceptance import BOTH
 from medusa_k25.acceptance import TREE as TREE_ROW
+from medusa_k25.cache import Cache, CacheWriter
 from medusa_k25.checkpoint import write_heads
 from medusa_k25.config import compose
 from medusa_k25.heads import DraftVocabulary, ResidualHeads
@@ -23,7 +25,9 @@ from medusa_k25.serving.adaptive_fit import adaptive_note
 from medusa_k25.serving.blank import made_up_tree
 from medusa_k25.serving.card import measured_rows
 from medusa_k25.serving.formats import load_served, tensors_of
+from medusa_k25.target import Target
 from medusa_k25.tree import Tree
+from tests.test_cache import make_document
 from tests.tiny import cache_of
 
 TREE = [[0], [1], [0, 0]]
@@ -262,6 +266,56 @@ def test_a_made_up_tree_is_whole_and_grows_from_the_likeliest_paths():
         tree = made_up_tree(n, 4, 10)
         assert (tree.num_nodes, tree.depth <= 4, tree.width <= 10) == (n, True, True)
     assert {*made_up_tree(20, 4, 10).paths} < {*made_up_tree(21, 4, 10).paths}
+
+
+def test_the_card_gives_the_terms_that_owners_give_or_says_to_look_them_up(run_dir, tiny_llama, tmp_path):
+    def terms(*overrides, target=tiny_llama):
+        run(run_dir, target, *overrides)
+        front, text = card_of(run_dir / "export")
+        rows = [line.split(" | ") for line in text[text.index("## Licences") :].splitlines() if line.startswith("| ")]
+        return front, {row[0].removeprefix("| ").split()[0]: row[1].removesuffix(" |") for row in rows}
+
+    front, said = terms("base_model=org/tiny")
+    assert "license" not in front  # nobody has said
+    assert said["target"] == "not stated in its folder: must be looked up, at https://huggingface.co/org/tiny"
+    assert said["these"] == "to be chosen by whoever publishes them"
+    assert said["prompts"] == "from an origin that was not recorded: their terms must be looked up with their owner"
+    assert said["answers"].startswith("written by org/tiny: look up what its terms say of outputs")
+
+    folder = tmp_path / "licensed"
+    shutil.copytree(tiny_llama.path, folder)
+    (folder / "README.md").write_text("---\nlicense: other\nlicense_name: toy-licence\n---\n# Toy\n")
+    (folder / "LICENSE").write_text("\n  Toy Licence 3\nText\n")
+    front, said = terms("heads_license=mit", target=Target.open(folder))
+    assert front["license"] == "mit" and said["these"] == "mit"
+    assert 'its README.md gives other, toy-licence; its file LICENSE begins "Toy Licence 3". Read' in said["target"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "named", "said"),
+    [
+        (
+            ["sql-03", "regex-01"],
+            "package",
+            "2 of 2 are questions that medusa_k25 ships, under Apache-2.0",
+        ),
+        (
+            ["sql-03", "mine"],
+            "mine.jsonl",
+            "1 of 2 are .*; the others from `mine.jsonl`: their terms must be looked up",
+        ),
+        (["mine"], "org/set", "from `org/set`: their terms must be looked up with their owner"),
+        (["mine"], "package", "from an origin that was not recorded: their terms must be looked up"),
+    ],
+)
+def test_prompts_are_known_by_their_ids_or_must_be_looked_up(tiny_llama, tmp_path, ids, named, said):
+    with CacheWriter.open(tmp_path, tiny_llama, "float32", "test") as writer:
+        for id in ids:
+            document = make_document(id)
+            writer.add(**document | {"hidden_MD": torch.ones(len(document["positions_M"]), tiny_llama.hidden_size)})
+    provenance = {"cache_fingerprint": Cache.open(tmp_path, check=False).fingerprint}
+    assert re.match(said, export.prompts_of(tmp_path, provenance, {"prompts": named}))
+    assert "must be looked up" in export.prompts_of(tmp_path, {"cache_fingerprint": "0"}, {"prompts": named})
 
 
 def test_the_report_names_the_export(run_dir, tiny_llama):

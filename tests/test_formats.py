@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from medusa_k25.serving.formats import (
     MEDUSA_FILE,
     MODEL_NAMES,
     export_heads,
-    lm_head_fingerprint,
     load_served,
     medusa_names,
     remarks,
     rename,
+    targets_of,
     tensors_of,
 )
 from medusa_k25.tree import Tree
@@ -386,12 +387,14 @@ def test_a_pickle_is_not_served(tmp_path):
         load_served(tmp_path)
 
 
-def test_the_fingerprint_of_the_target_is_found_and_nothing_else_is_taken_for_it(tmp_path):
-    provenance = {"target": {"fingerprints": {"lm_head": "abc"}}}
+def test_the_target_of_an_export_is_found_and_nothing_else_is_taken_for_it(tmp_path):
+    provenance = {"target": {"name": "toy", "fingerprints": {"lm_head": "abc"}}}
     export_heads(tmp_path, random_heads(), VOCABULARY, TREE, torch.float32, provenance)
-    assert lm_head_fingerprint(load_served(tmp_path).config) == "abc"
-    for strange in ({}, {"medusa_k25": 5}, {"medusa_k25": {"target": {"fingerprints": {"lm_head": 5}}}}):
-        assert lm_head_fingerprint(strange) is None
+    (found,) = targets_of(load_served(tmp_path).config)
+    assert found == {"name": "toy", "revision": "", "quantisation": "", "fingerprints": {"lm_head": "abc"}}
+    strangers: list[Any] = [5, {"target": 5}, {"target": {"fingerprints": {"lm_head": 5}}}]
+    for strange in [*strangers, {"also_for": {"fingerprints": {}}}]:
+        assert targets_of({"medusa_k25": strange}) == []
 
 
 def test_an_impossible_export_is_refused_and_nothing_is_written(tmp_path):

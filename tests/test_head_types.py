@@ -198,7 +198,7 @@ def test_formats_of_others_hold_residual_heads_and_say_so(tmp_path: Path, kind: 
 def test_a_card_says_what_it_is(tmp_path: Path, kind: str) -> None:
     served = export_heads(tmp_path, trained(kind, bias=False), VOCABULARY, TREE, torch.float32, {})
     target = {"name": "toy", "revision": "main", "quantisation": "none", "fingerprints": {"lm_head": "abc"}}
-    card = model_card("sglang", served, None, target, "none", [], [], nested=False)
+    card = model_card("sglang", served, None, target, "none", [], [], nested=False, terms=[], heads_license=None)
     assert f"| heads | 3 of type {kind}, " in card and "bias false" in card
     reads = {"state": "state, the target", "root": "state and the token", "path": "state, the token that"}
     assert reads[served.heads.reads] in card
@@ -307,6 +307,8 @@ def test_heads_of_a_new_type_need_no_new_format(tmp_path: Path, monkeypatch: pyt
         [],
         [],
         False,
+        [],
+        None,
     )
     fresh = NewHeads(D, K, num_parts=5)
     assert "new heads copied" in warm_start(fresh, VOCABULARY, tmp_path, 1.0)

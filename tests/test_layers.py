@@ -35,6 +35,7 @@ LAYERS = {
             "costs.cycle",
             "costs.drafters",
             "costs.verdict",
+            "costs.new_target",
         ),
         *("costs.training", "costs.planning", "costs.learning_curve", "costs.calibration"),
     ],

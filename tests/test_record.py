@@ -646,7 +646,7 @@ def test_wrong_servers_are_refused(
     Capture().run(tiny_llama, answers, tmp_path / "captured")
     with pytest.raises(ValueError, match=r"captured is another cache than the one .* records to, .*recorded there"):
         Replay(server.url).run(tiny_llama, answers, tmp_path / "captured")
-    with pytest.raises(ValueError, match="serves tiny-llama, which differs from target tiny_k25 in fingerprints"):
+    with pytest.raises(ValueError, match="serves tiny-llama, which differs from target tiny_k25 in .*lm_head"):
         Replay(server.url).run(tiny_k25, answers, tmp_path / "recorded")
     with pytest.raises(OSError, match="no answer from http://127.0.0.1:9/server_info: .*run the same command again"):
         Replay("http://127.0.0.1:9", retries=0).run(tiny_llama, answers, tmp_path / "recorded")

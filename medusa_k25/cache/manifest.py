@@ -20,12 +20,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from medusa_k25.target import Target
+from medusa_k25.target import IN_A_CACHE, Target, target_differences
 
 FORMAT_VERSION = 1
 STORAGE_DTYPES = {
@@ -75,6 +74,7 @@ class Manifest:
         try:
             manifest = Manifest(**facts)
             lacking = {"name", "revision", "hidden_size", "vocab_size", "fingerprints"} - manifest.target.keys()
+            lacking |= {"lm_head", "final_norm", "tokenizer"} - manifest.target.get("fingerprints", {}).keys()
             if lacking or manifest.storage_dtype not in STORAGE_DTYPES:
                 raise TypeError(f"target lacks {sorted(lacking)}, storage_dtype is {manifest.storage_dtype!r}")
         except (TypeError, AttributeError) as error:
@@ -87,18 +87,15 @@ class Manifest:
         return manifest
 
 
-def create_manifest(path: Path, target: "Target", storage_dtype: str, engine: str) -> Manifest:
+def create_manifest(path: Path, target: Target, storage_dtype: str, engine: str) -> Manifest:
     """The manifest of the cache at `path`, created if there is none; ValueError if it has another target or dtype."""
     if storage_dtype not in STORAGE_DTYPES:
         raise ValueError(f"storage_dtype is {storage_dtype!r}, expected one of {', '.join(STORAGE_DTYPES)}")
     wanted = Manifest(
         target={
-            "name": target.name,
-            "revision": target.revision,
-            "quantisation": target.quantisation,
+            **target.identity,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
-            "fingerprints": dict(target.fingerprints),
         },
         storage_dtype=storage_dtype,
         engine=engine,
@@ -122,8 +119,9 @@ def create_manifest(path: Path, target: "Target", storage_dtype: str, engine: st
     differences = [
         f"{key}: cache {found.target.get(key)!r}, target {value!r}"
         for key, value in wanted.target.items()
-        if found.target.get(key) != value
+        if key in ("name", "hidden_size", "vocab_size") and found.target.get(key) != value
     ]
+    differences += target_differences(found.target, target.identity, IN_A_CACHE)
     if found.storage_dtype != storage_dtype:
         differences.append(f"storage_dtype: cache {found.storage_dtype!r}, asked for {storage_dtype!r}")
     if differences:

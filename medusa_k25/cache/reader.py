@@ -7,7 +7,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from medusa_k25.cache.alignment import self_check
 from medusa_k25.cache.check import check_sample
 from medusa_k25.cache.manifest import STORAGE_DTYPES, Manifest, finished_lines, read_index
 from medusa_k25.cache.shard import Slot, as_bytes, map_tensors, read_header
-
-if TYPE_CHECKING:
-    from medusa_k25.target import Target
+from medusa_k25.target import IN_A_CACHE, Target, refuse_other_target
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,19 @@ class Cache:
         self.num_states = sum(shard["states"] for shard in self._shards)
 
     @classmethod
-    def open(cls, path: Path | str, target: "Target | None" = None, check: bool = True) -> Self:
+    def open(
+        cls, path: Path | str, target: Target | None = None, check: bool = True, allow_target_mismatch: bool = False
+    ) -> Self:
         """Open the cache at `path`; all shards are looked at, few bytes are read.
 
-        target: the target to use it with; sizes and fingerprints must be those of the cache.
+        target: the target to use it with; sizes and identity must be those of the cache, or the sizes alone with
+        allow_target_mismatch, which warns of the rest.
         check: look at sampled states and ids; with a target, also that states and tokens are aligned (`self_check`).
         ValueError if anything is missing, truncated, damaged, or does not belong to the target.
         """
         cache = cls(Path(path))
         if target is not None:
-            cache._match(target)
+            cache._match(target, allow_target_mismatch)
         if check:
             check_sample(cache)
             if target is not None:
@@ -129,19 +130,16 @@ class Cache:
                 "restore the file, or remove its line from the index and capture again"
             )
 
-    def _match(self, target: "Target") -> None:
-        facts = self.manifest.target
+    def _match(self, target: Target, allow_mismatch: bool) -> None:
+        facts, where = self.manifest.target, f"cache {self.path}"
         wanted = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        differences = [f"{key} {facts[key]} != {value}" for key, value in wanted.items() if facts[key] != value]
-        for key, value in target.fingerprints.items():
-            if facts["fingerprints"].get(key) != value:
-                differences.append(f"fingerprint of {key}")
-        if differences:
+        if differences := [f"{key} {facts[key]} != {value}" for key, value in wanted.items() if facts[key] != value]:
             raise ValueError(
-                f"cache {self.path} was made with target {facts['name']} ({facts['revision']}), which differs from "
-                f"target {target.name} ({target.revision}) in: {'; '.join(differences)}; pick the target that the "
-                "cache was made with, or capture again"
+                f"{where} was made for target {facts['name']} ({facts['revision']}), which differs from target "
+                f"{target.name} ({target.revision}) in: {'; '.join(differences)}; pick the target that the cache was "
+                "made with, or capture again"
             )
+        refuse_other_target(where, facts, target, allow_mismatch, IN_A_CACHE)
 
     def refuse_other(self, fingerprint: str, what: str) -> None:
         """ValueError unless `what` was derived from this cache as it is: `fingerprint` is that of the cache it knows.

@@ -28,7 +28,7 @@ from medusa_k25.cache.capture import (
 )
 from medusa_k25.cache.reader import Cache
 from medusa_k25.server import Refused, Server
-from medusa_k25.target import Target
+from medusa_k25.target import IN_A_CACHE, Target, target_differences
 
 KEY = "medusa_k25"  # of the server's state, and of a request's mark
 POLL_S = 0.5
@@ -234,12 +234,9 @@ class Replay:
     def _sees(self, cache: Path, target: Target, states: list[dict[str, Any]]) -> bool:
         """Whether `cache` is the folder that the server writes to. ValueError if it is another, or another target's."""
         facts = states[0]["target"]
-        wanted = {
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "fingerprints": target.fingerprints,
-        }
-        if wrong := [name for name, value in wanted.items() if facts[name] != value]:
+        wanted = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        wrong = [name for name, value in wanted.items() if facts[name] != value]
+        if wrong := wrong + target_differences(facts, target.identity, IN_A_CACHE):
             raise ValueError(
                 f"{self.server} serves {facts['name']}, which differs from target {target.name} in {', '.join(wrong)}; "
                 "pick the target that it serves"

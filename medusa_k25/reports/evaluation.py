@@ -60,6 +60,7 @@ def write_page(run_dir: Path, section: str = "evaluate") -> Path:
             f"<h1>{html.escape(run_dir.name)}</h1>",
             f'<p class="note">{html.escape(source or "predictors that need no training")}</p>',
             f'<p class="verdict">{html.escape(verdict["sentence"])}</p>',
+            *another_target_section(evaluation),
             f'<div class="tiles">{"".join(tiles(evaluation, report.get("decode") if about_heads else None))}</div>',
             "<h2>Does it pay?</h2>",
             f'<p class="note">{html.escape(place_of(verdict))}</p>',
@@ -84,6 +85,13 @@ def write_page(run_dir: Path, section: str = "evaluate") -> Path:
     page = run_dir / ("report.html" if about_heads else f"{section}.html")
     page.write_text(html_page(f"{run_dir.name} - does speculation pay?", body))
     return page
+
+
+def another_target_section(evaluation: Mapping[str, Any]) -> list[str]:
+    if (advice := evaluation.get("another_target")) is None:
+        return []
+    said, rule = html.escape(advice["sentence"]), html.escape(advice["rule"])
+    return [f'<p class="verdict">{said}</p>', f'<p class="note">The rule: {rule}.</p>']
 
 
 def place_of(verdict: Mapping[str, Any]) -> str:

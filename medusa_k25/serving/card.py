@@ -3,7 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCard
 
 from medusa_k25.acceptance import BOTH, BOTH_ANSWERS, CHAIN, NGRAM_LOOKUP, TREE
 from medusa_k25.heads import kind_of
@@ -86,6 +89,34 @@ def commands(format: str, base_model: str, served: ServedHeads, nested: bool) ->
     return " \\\n    ".join(lines)
 
 
+def licence_terms(name: str, hub_name: str | None, folder: Path, heads_license: str | None, prompts: str) -> list[str]:
+    """Lines of the card on the terms of target, heads, prompts and answers: as their owners give them, or whom to ask.
+
+    folder: the target's checkpoint. prompts: a sentence on where they come from.
+    """
+    said = []
+    if (folder / "README.md").is_file():
+        data = ModelCard((folder / "README.md").read_text(), ignore_metadata_errors=True).data.to_dict()
+        if given := [str(data[key]) for key in ("license", "license_name", "license_link") if data.get(key)]:
+            said.append(f"its README.md gives {', '.join(given)}")
+    for file in sorted(folder.glob("LICEN[SC]E*")):
+        lines = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        said += [f'its file {file.name} begins "{lines[0]}"'] if lines else []
+    if said:
+        target = f"{'; '.join(said)}. Read what it asks of those who serve the target or pass on what was made with it"
+    else:
+        place = f"https://huggingface.co/{hub_name}" if hub_name else "its owner's page"
+        target = f"not stated in its folder: must be looked up, at {place}"
+    return [
+        "| whose | terms |",
+        "|---|---|",
+        f"| target {name} | {target} |",
+        f"| these heads | {heads_license or 'to be chosen by whoever publishes them'} |",
+        f"| prompts | {prompts} |",
+        f"| answers | written by {name}: look up what its terms say of outputs, and of models that learn from them |",
+    ]
+
+
 def model_card(
     format: str,
     served: ServedHeads,
@@ -95,27 +126,27 @@ def model_card(
     rows: Sequence[Measured],
     notes: Sequence[str],
     nested: bool,
+    terms: Sequence[str],
+    heads_license: str | None,
 ) -> str:
-    """README.md. base_model: the target's name on the hub, None where it has none. data: a sentence on the training."""
+    """README.md. base_model: the target's name on the hub, None where it has none. data: a sentence on the training.
+    terms: `licence_terms`. heads_license: an identifier of the hub, None where nobody has chosen one.
+    """
     heads, vocabulary = served.heads, served.vocabulary
     M, V = len(vocabulary), vocabulary.vocab_size
     front = {
         "base_model": base_model,
         "library_name": "medusa-k25",
-        "license": "other",
-        "license_name": "see-base-model",
-        "license_link": f"https://huggingface.co/{base_model}",
+        "license": heads_license,
         "tags": ["medusa", "speculative-decoding", {"sglang": "sglang", "vllm": "vllm", "medusa": "tgi"}[format]],
     }
-    if base_model is None:
-        del front["base_model"], front["license_link"]
     name = base_model or target["name"]
     paths = [list(path) for path in served.tree.paths]
     said = ("num_heads", "own_lm_head")
     described = "".join(f", {key} {json.dumps(value)}" for key, value in arguments_of(heads).items() if key not in said)
     lines = [
         "---",
-        *(f"{key}: {json.dumps(value)}" for key, value in front.items()),  # JSON is YAML
+        *(f"{key}: {json.dumps(value)}" for key, value in front.items() if value is not None),  # JSON is YAML
         "---",
         f"# Medusa heads for {name}",
         "",
@@ -159,10 +190,9 @@ def model_card(
         "```",
         *(f"\n{note}." for note in notes),
         "",
-        "## Licence",
+        "## Licences",
         "",
-        f"The heads were made from hidden states and text of {name}: check its licence, and that of the prompts, "
-        "before you pass them on, and set `license` above.",
+        *terms,
         "",
     ]
     return "\n".join(lines)

@@ -43,6 +43,7 @@ from medusa_k25.serving.untrusted import (
     read_json,
     read_tensor,
 )
+from medusa_k25.target import Target, refuse_other_target, target_differences
 from medusa_k25.tree import Tree
 
 FORMATS = ("sglang", "vllm", "medusa")
@@ -281,12 +282,38 @@ class ServedFolder:
         return ServedHeads(heads, vocabulary, self.tree, self.config, self.adaptive)
 
 
-def lm_head_fingerprint(config: Mapping[str, Any]) -> str | None:
-    """`Target.fingerprints["lm_head"]` of the target that the heads of `config` were trained for; None: not known."""
-    node: Any = config
-    for key in ("medusa_k25", "target", "fingerprints", "lm_head"):
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node if isinstance(node, str) else None
+def targets_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The `Target.identity` that an export's heads were trained for, and the one that they were exported for all the
+    same (allow_target_mismatch=true). Empty where nothing is known; a stranger's export may say anything."""
+    ours = config.get("medusa_k25")
+    found = []
+    for key in ("target", "also_for"):
+        node = ours.get(key) if isinstance(ours, Mapping) else None
+        prints = node.get("fingerprints") if isinstance(node, Mapping) else None
+        if isinstance(node, Mapping) and isinstance(prints, Mapping) and isinstance(prints.get("lm_head"), str):
+            facts = {name: printable(str(node.get(name, ""))) for name in ("name", "revision", "quantisation")}
+            found.append({**facts, "fingerprints": dict(prints)})
+    return found
+
+
+def refuse_heads_of_another_target(served: ServedFolder, target: Target, allow_mismatch: bool = False) -> list[str]:
+    """How the target of these heads differs from `target`; a warning where that was allowed, here or at the export.
+
+    Else ValueError, and always for other sizes. Heads that name no target are compared by size alone.
+    """
+    folder = served.file.parent
+    for what, theirs, ours in (
+        ("hidden size", served.heads.hidden_size, target.hidden_size),
+        ("vocabulary size", served.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"{folder}: the heads have {what} {theirs}, {target.path} has {ours}; use their own target"
+            )
+    if not (known := targets_of(served.config)):
+        return []
+    exported_for_it = any(not target_differences(other, target.identity) for other in known[1:])
+    return refuse_other_target(str(folder), known[0], target, allow_mismatch or exported_for_it)
 
 
 def load_served(folder: Path, vocab_size: int | None = None) -> ServedHeads:

@@ -12,7 +12,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from medusa_k25.serving.beside_files import open_beside
-from medusa_k25.serving.formats import ServedFolder, lm_head_fingerprint, open_served
+from medusa_k25.serving.formats import ServedFolder, open_served, refuse_heads_of_another_target
 from medusa_k25.target import Target
 from medusa_k25.tree import Tree
 
@@ -142,22 +142,10 @@ def tree_to_serve(served: ServedFolder, backend: str, mla: bool, page_size: int 
 
 
 def compare_with_target(served: ServedFolder, model_path: str) -> None:
-    """Refuse heads of another target: other sizes, or an lm_head with other weights where the export names its own."""
+    """Refuse heads of another target: of other sizes always, else unless they were exported for this one."""
     try:
         target = Target.open(model_path)
-        fingerprint = target.fingerprints["lm_head"]
     except ValueError as error:
         logger.warning("MEDUSA: the heads' target is not compared with %s: %s", model_path, error)
         return
-    for what, ours, theirs in (
-        ("hidden size", served.heads.hidden_size, target.hidden_size),
-        ("vocabulary size", served.vocab_size, target.vocab_size),
-    ):
-        if ours != theirs:
-            raise ValueError(f"MEDUSA: the heads have {what} {ours}, {model_path} has {theirs}; serve their own target")
-    expected = lm_head_fingerprint(served.config)
-    if expected is not None and expected != fingerprint:
-        raise ValueError(
-            f"MEDUSA: {served.file.parent} holds heads of a target whose lm_head is not that of {model_path}; "
-            "serve the target that its README.md names, or train heads for this one"
-        )
+    refuse_heads_of_another_target(served, target)
