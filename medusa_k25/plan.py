@@ -8,6 +8,7 @@ training step on this machine, which is to be the one that `hardware` describes.
 (data.share), whose learning curve says what all of it would give.
 """
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ from medusa_k25.data.texts import Text, holds_messages, texts_of_conversations
 from medusa_k25.reports.plan import Pilot, Plan, markdown, text
 from medusa_k25.reports.report import read_report, update_report
 from medusa_k25.target import end_ids_of, load_tokenizer
-from medusa_k25.target_builders import find_checkpoint
+from medusa_k25.target_builders import find_checkpoint, kimi_k25
 
 CALIBRATION_S = 5.0
 LEAST_POSITIONS = 64
@@ -148,7 +149,11 @@ def served_of(target: DictConfig) -> Served:
     if kind == "kimi_k25":
         try:
             folder = find_checkpoint(target.path)
-        except ValueError:
+        except ValueError as error:
+            if target.path != inspect.signature(kimi_k25).parameters["path"].default:  # one that was named
+                print(
+                    f"WARNING: target.path={target.path} is not there ({error}): planned with Kimi-K2.5's known sizes"
+                )
             return KIMI_K25
     else:
         folder = instantiate(target).path

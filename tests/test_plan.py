@@ -116,12 +116,14 @@ def test_hero_data_are_dearer_at_home_than_a_rented_machine(planned):
     assert "are 0.65 epochs of this data; two are trainer.max_steps=" in out
 
 
-def test_a_checkpoint_that_is_there_gives_the_sizes(planned, tmp_path):
+def test_a_checkpoint_that_is_there_gives_the_sizes(tmp_path, capsys):
     text = {**KIMI_K25_CONFIG["text_config"], "num_hidden_layers": 31}
     (tmp_path / "config.json").write_text(json.dumps({**KIMI_K25_CONFIG, "text_config": text}))
     served = plan.served_of(compose([K25, f"target.path={tmp_path}"]).target)
     assert served.layers == 31
+    assert "WARNING" not in capsys.readouterr().out
     assert plan.served_of(compose([K25, NOWHERE]).target) == KIMI_K25
+    assert "WARNING: target.path=no/such-model is not there (" in capsys.readouterr().out
 
 
 def write_conversations(path: Path, count: int) -> None:
