@@ -728,6 +728,8 @@ class Texts:
     earlier_BTD: Tensor  # before the last layer
     before_BTD: Tensor
     after_BTD: Tensor
+    dtype: str = "float32"  # of the model that wrote them
+    engine: str = "test"
 
     def norm(self, hidden_BTD: Tensor) -> Tensor:
         mean_square = hidden_BTD.square().mean(dim=-1, keepdim=True)
@@ -735,7 +737,7 @@ class Texts:
 
     def capture(self, path: Path, hidden_BTD: Tensor, storage_dtype: str = "float32") -> Cache:
         B, T = self.ids_BT.shape
-        with CacheWriter.open(path, self.target, storage_dtype, "test", shard_tokens=200) as writer:
+        with CacheWriter.open(path, self.target, storage_dtype, self.engine, shard_tokens=200) as writer:
             for i in range(B):
                 positions_M = torch.arange(self.prompt_length - 1, T - 1)
                 writer.add(
@@ -748,7 +750,7 @@ class Texts:
                     prompt_length=self.prompt_length,
                     finish_reason="length",
                     sampling=self.sampling,
-                    dtype="float32",
+                    dtype=self.dtype,
                     label=None,
                     origin={},
                 )
@@ -836,9 +838,14 @@ def test_states_too_sure_of_their_text_are_refused(texts: Texts, tmp_path: Path)
         texts.before_BTD.flatten(0, 1)[torch.randperm(24 * 28, generator=generator)].view(24, 28, -1)
     )
     wrong_BT1 = torch.rand(24, 28, 1, generator=generator) < 0.3
-    texts.capture(tmp_path, torch.where(wrong_BT1, noise_BTD, texts.after_BTD))
-    with pytest.raises(ValueError, match="states of an unknown layer, or of another revision of the target"):
-        Cache.open(tmp_path, texts.target)
+    wrong_BTD = torch.where(wrong_BT1, noise_BTD, texts.after_BTD)
+    texts.capture(tmp_path / "a", wrong_BTD)
+    with pytest.raises(ValueError, match="states of an unknown layer, or of another revision of the target") as error:
+        Cache.open(tmp_path / "a", texts.target)
+    assert "bfloat16" not in str(error.value)
+    replace(texts, dtype="bfloat16", engine="transformers 5, float32").capture(tmp_path / "b", wrong_BTD)
+    with pytest.raises(ValueError, match="24 of 24 texts were generated in bfloat16, the states computed in float32"):
+        Cache.open(tmp_path / "b", texts.target)
 
 
 def test_text_of_unknown_sampling_passes(texts: Texts, tmp_path: Path) -> None:

@@ -256,6 +256,13 @@ def self_check(
         seems = convention(ranks_N3, other_N3, "" if normed else "states are not scaled by this final norm", other)
         if not seems and renumbered(tokens_N3[:, 1].tolist(), first_choices(states_ND, target.lm_head)):
             seems = "token ids of another tokenizer (the states know the text, but number it otherwise)"
+    rounded = sum(document.dtype == "bfloat16" for document in cache.documents)
+    if rounded and cache.manifest.engine.endswith("float32"):
+        seems = (
+            f"{seems or 'no known convention'}. Or it is only rounding: {rounded:,} of {len(cache.documents):,} texts "
+            "were generated in bfloat16, the states computed in float32, and a target of random weights then often "
+            "chooses other tokens; generate with generate.dtype=float32, or capture with capture.compute_dtype=bfloat16"
+        )
     raise ValueError(
         f"{cache.path}: states and tokens are not aligned as expected (argmax(lm_head(h_t)) is x_{{t+1}}, h_t after "
         "the final norm). The data seems to have: "
