@@ -202,7 +202,7 @@ def test_the_cost_of_fp8_is_told_with_the_runs_heads(run, cache, tiny_k25, tmp_p
     record["target"]["fingerprints"] = {"lm_head": "other", "final_norm": "other"}
     write_heads(folder, heads.state_dict(), heads, vocabulary_of(tiny_k25), record)
     assert run() == 0
-    assert "was trained for" in read_report(tmp_path / "run")["inspect"]["fp8"]["note"]
+    assert "was made for" in read_report(tmp_path / "run")["inspect"]["fp8"]["note"]
 
 
 def test_on_an_fp8_cache_its_cost_cannot_be_measured(cache, run, tiny_k25, tmp_path, capsys):
