@@ -295,12 +295,12 @@ def test_the_card_gives_the_terms_that_owners_give_or_says_to_look_them_up(run_d
     ("ids", "named", "said"),
     [
         (
-            ["sql-03", "regex-01"],
+            ["cooking-00", "sql-00-01"],
             "package",
             "2 of 2 are questions that medusa_k25 ships, under Apache-2.0",
         ),
         (
-            ["sql-03", "mine"],
+            ["sql-00-01", "mine"],
             "mine.jsonl",
             "1 of 2 are .*; the others from `mine.jsonl`: their terms must be looked up",
         ),
