@@ -20,7 +20,8 @@ def good(folder: Path) -> None:
 
 
 def bad(folder: Path) -> None:
-    raise ValueError(f"{folder} is no export folder")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no export folder")
 
 
 def carried_out(switch: Switch, pays: Pays | None = None, judge: Callable[[Path], None] = good) -> bool:
@@ -66,6 +67,8 @@ def test_orders_are_carried_out_once(tmp_path: Path) -> None:
         ('{"drafting": "of"}', "expected one of auto, on, off"),
         ("{", "damaged"),
         (" " * (MAX_ORDER_BYTES + 1), "larger than"),
+        ('{"heads": "/' + "long" * 2000 + '"}', "File name too long"),
+        ('{"nested": ' + "[" * 900 + "]" * 900 + "}", "expected the keys"),
     ],
 )
 def test_a_refused_order_changes_nothing(text: str, words: str, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Status:
     """What a server does, since its last look at control.json.
 
     drafting: "on" or "off". why: in words. heads: the export folder in use. error: why the latest order was refused.
-    order: that one, as it was read, None where there is no file yet; a file that is no JSON object is {}.
+    order: that one, as it was read, None where there is no file yet; a file that is no order is {}.
     """
 
     drafting: str

@@ -79,12 +79,12 @@ class Switch:
         try:
             if len(text) > MAX_ORDER_BYTES:
                 raise ValueError(f"{self.folder / CONTROL} is larger than {MAX_ORDER_BYTES:,} bytes; no order is")
-            found = parse_object(text, self.folder / CONTROL)
-            order = Order.from_json(found, self.folder / CONTROL)
+            read = parse_object(text, self.folder / CONTROL)
+            order, found = Order.from_json(read, self.folder / CONTROL), read
             heads = self.started_with if order.heads is None else Path(order.heads)
             if heads != self.heads:
                 judge(heads)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # the latter: a folder that this user may not enter, a name too long
             return Plan(self.drafting, self.why, self.adapts, order=found, error=str(error))
         return Plan(
             order.drafting != "off",

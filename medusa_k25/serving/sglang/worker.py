@@ -195,7 +195,7 @@ class MedusaWorker(BaseSpecWorker):
                 opened = open_served(plan.heads, self.vocab_size)
                 served = opened.load()
                 torch.empty(self._room_for(served), dtype=torch.uint8, device=self.device)  # and is free again
-            except (ValueError, RuntimeError) as failure:  # the latter: no memory for both
+            except (ValueError, OSError, RuntimeError) as failure:  # the last: no memory for both
                 error = f"rank {self.ranks.rank} cannot load {plan.heads}: {failure}"
             errors = [each for each in self.ranks.from_all(error) if each is not None]
             error = errors[0] if errors else None
