@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_k25.serving.control import CONTROL, Order, Status, give_order, read_status
-from medusa_k25.serving.sglang.meter import MOST_LABELS, NODES, OTHER, WINDOW, Meter, Pays, note_nodes
+from medusa_k25.serving.sglang.meter import LONGEST_LABEL, MOST_LABELS, NODES, OTHER, WINDOW, Meter, Pays, note_nodes
 from medusa_k25.serving.sglang.switch import MAX_ORDER_BYTES, Switch
 
 LOSES, GAINS = Pays(WINDOW, 1.1, 0.9), Pays(WINDOW, 2.0, 1.2)
@@ -136,8 +136,9 @@ def test_cycles_are_counted_by_label_and_depth() -> None:
 
 def test_labels_are_taken_from_requests_and_bounded() -> None:
     meter = Meter()
-    for params in (None, {}, {"medusa_k25_label": 3}, {"medusa_k25_label": ""}):
-        assert meter.label(params) == OTHER
+    assert meter.label(None) == meter.label({}) == OTHER
+    for asked in (3, "", "x" * (LONGEST_LABEL + 1), "\ud800", "two\nlines"):
+        assert meter.label({"medusa_k25_label": asked}) == OTHER
     for number in range(MOST_LABELS):
         label = meter.label({"medusa_k25_label": f"kind {number}"})
         meter.add(label, 0, [])

@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Any
 
 OTHER = "other"  # requests without a label, and those beyond the first MOST_LABELS labels
-MOST_LABELS = 32  # each is a time series of the metrics endpoint, and requests can say what they like
+# Each label is many time series of the metrics endpoint, and requests can say what they like.
+MOST_LABELS, LONGEST_LABEL = 32, 64
 LABEL = "medusa_k25_label"  # a request's own word for itself, among its custom_params
 WINDOW = 2048  # cycles that are looked at for whether drafting pays, the newest ones
 FLUSH_S = 1.0
@@ -53,7 +54,7 @@ class Meter:
     def label(self, params: Mapping[str, Any] | None) -> str:
         """What a request with these custom_params is counted as."""
         asked = (params or {}).get(LABEL)
-        if not isinstance(asked, str) or not asked:
+        if not isinstance(asked, str) or not 0 < len(asked) <= LONGEST_LABEL or not asked.isprintable():
             return OTHER
         return asked if asked in self.counts or len(self.counts) < MOST_LABELS else OTHER
 
