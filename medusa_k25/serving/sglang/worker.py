@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from medusa_k25.adaptive import MOST_SIZES, Adaptive
-from medusa_k25.heads import kind_of
+from medusa_k25.heads import Heads, kind_of
 from medusa_k25.ngram.beside import Beside
 from medusa_k25.serving.beside_files import open_beside
 from medusa_k25.serving.formats import ServedFolder, ServedHeads, open_served
@@ -202,11 +202,9 @@ class MedusaWorker(BaseSpecWorker):
             if error is None and served is not None:
                 tree = self._tree_of(opened)
                 serving = self._serving(opened, tree, self._engine_heads(served, tree))
-        before = self.switch.drafting
         self.switch.carry_out(plan, error)
-        if error is None:
-            if serving is not self.serving or self.switch.drafting > before:
-                self.meter.forget()
+        if self.switch.error is None:
+            self.meter.forget()  # what the whole tree, or other heads, have gained says nothing of what comes
             self.serving = serving
         if self.ranks.rank == 0:
             self.switch.tell()
@@ -219,6 +217,7 @@ class MedusaWorker(BaseSpecWorker):
         if opened.vocab_size != self.vocab_size:
             raise ValueError(f"{folder} holds heads of a vocabulary of {opened.vocab_size}, not {self.vocab_size}")
         compare_with_target(opened, self.server_args.model_path)
+        self._shards(opened.heads)
         tree = self._tree_of(opened)
         if tree.num_nodes > self.num_nodes:
             raise ValueError(
@@ -256,12 +255,14 @@ class MedusaWorker(BaseSpecWorker):
         kept = [] if adaptive is None else [adaptive.nodes(size)[1:] for size in adaptive.sizes[1:-1]]
         return [[], *kept, *([whole] if whole else [])]
 
-    def _engine_heads(self, served: ServedHeads, tree: Tree) -> EngineHeads:
-        model, sizes = self.model_runner.model, (self.vocab_size, served.heads.hidden_size)
+    def _shards(self, heads: Heads) -> tuple[Shard, Shard | None]:
+        """What heads share of the target: lm_head and, if they read tokens, embeddings. ValueError if they cannot."""
+        model, sizes = self.model_runner.model, (self.vocab_size, heads.hidden_size)
         lm_head = shard_of(lm_head_of(model), *sizes, self.ranks)
-        embeddings = None
-        if served.heads.reads != "state":
-            embeddings = shard_of(embeddings_of(model), *sizes, self.ranks)
+        return lm_head, None if heads.reads == "state" else shard_of(embeddings_of(model), *sizes, self.ranks)
+
+    def _engine_heads(self, served: ServedHeads, tree: Tree) -> EngineHeads:
+        lm_head, embeddings = self._shards(served.heads)
         return EngineHeads(served, tree, lm_head, embeddings, self.ranks, self.model_runner.dtype, self.device)
 
     def _room_for(self, served: ServedHeads) -> int:

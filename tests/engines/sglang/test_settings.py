@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,9 @@ from medusa_k25.serving.sglang import compat, plugin
 from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, settle, tree_to_serve
 from medusa_k25.serving.sglang.drafting import Ranks
 from medusa_k25.serving.sglang.graphs import capture_states_for_medusa
-from medusa_k25.serving.sglang.worker import MedusaVerifyInput, embeddings_of, lm_head_of, shard_of
+from medusa_k25.serving.sglang.meter import WINDOW, Meter
+from medusa_k25.serving.sglang.switch import Switch
+from medusa_k25.serving.sglang.worker import MedusaVerifyInput, MedusaWorker, embeddings_of, lm_head_of, shard_of
 from medusa_k25.target import Target
 from medusa_k25.tree import Tree
 from tests.engines.sglang.accepting import TREE, serve_from
@@ -229,6 +231,39 @@ def test_a_quantised_lm_head_is_refused() -> None:
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight, shard_indices=None))
     with pytest.raises(ValueError, match="no input embeddings in floating point"):
         embeddings_of(SimpleNamespace(language_model=model))
+
+
+@pytest.mark.parametrize("kind", ["hidden_size", "reads"])
+def test_heads_that_cannot_share_with_the_target_are_refused_before_they_are_loaded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the target's checkpoint cannot be compared with. What is raised later would end the server."""
+    indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=10)
+    lm_head = SimpleNamespace(weight=torch.zeros(10, 2), shard_indices=indices, org_vocab_size=10, tp_size=1)
+    heads = SimpleNamespace(hidden_size=3 if kind == "hidden_size" else 2, reads="state" if kind != "reads" else "path")
+    opened = SimpleNamespace(vocab_size=10, heads=heads)
+    monkeypatch.setattr("medusa_k25.serving.sglang.worker.open_served", lambda *_: opened)
+    monkeypatch.setattr("medusa_k25.serving.sglang.worker.compare_with_target", lambda *_: None)
+    worker = object.__new__(MedusaWorker)
+    worker.vocab_size, worker.ranks = 10, Ranks(0, 1, torch.clone, lambda tensor: None)
+    worker.server_args, worker.model_runner = SimpleNamespace(model_path=""), SimpleNamespace(model=SimpleNamespace())
+    worker.model_runner.model.lm_head = lm_head
+    with pytest.raises(ValueError, match="10 x 3" if kind == "hidden_size" else "no input embeddings"):
+        worker._judge(tmp_path)
+
+
+def test_an_order_begins_the_window_anew_and_a_refused_one_does_not(tmp_path: Path) -> None:
+    worker = object.__new__(MedusaWorker)
+    worker.serving, worker.exporter, worker.meter = cast(Any, object()), None, Meter()
+    worker.ranks = Ranks(0, 1, torch.clone, lambda tensor: None)
+    worker.switch = Switch(tmp_path, tmp_path)
+    for order, pays in ('{"drafting": "on"}', None), ('{"drafting": "auto"}', None), ("{", 0.5):
+        worker.meter.paid(WINDOW, WINDOW, 2.0, 1.0)
+        (tmp_path / "control.json").write_text(order)
+        plan = worker.switch.look(None, lambda folder: None)
+        assert plan is not None
+        worker._carry_out(plan)
+        assert (None if worker.meter.pays is None else worker.meter.pays.ratio) == pays
 
 
 @pytest.mark.parametrize("copies", [False, True])
