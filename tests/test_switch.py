@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_k25.serving.control import CONTROL, Order, Status, give_order, read_status
-from medusa_k25.serving.sglang.meter import LONGEST_LABEL, MOST_LABELS, NODES, OTHER, WINDOW, Meter, Pays, note_nodes
+from medusa_k25.serving.control import CONTROL, NODES, Order, Status, give_order, read_status
+from medusa_k25.serving.sglang.meter import LONGEST_LABEL, MOST_LABELS, OTHER, WINDOW, Meter, Pays, note_nodes
 from medusa_k25.serving.sglang.switch import MAX_ORDER_BYTES, Switch
 
 LOSES, GAINS = Pays(WINDOW, 1.1, 0.9), Pays(WINDOW, 2.0, 1.2)
@@ -124,13 +125,16 @@ def test_a_folder_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
 
 def test_cycles_are_counted_by_label_and_depth() -> None:
     meter = Meter()
-    meter.add("code", 2, [3, 2, 1])
-    meter.add("code", 0, [3, 2, 1])
-    meter.add("code", 0, [])
-    meter.add("maths", 1, [1])
+    meter.add("code", 2, 7, [3, 2, 1])
+    meter.add("code", 0, 7, [3, 2, 1])
+    meter.add("code", 0, 1, [])
+    meter.add("maths", 1, 2, [1])
+    meter.add("looked up", 5, 9, [])
     code, maths = meter.counts["code"], meter.counts["maths"]
     assert (code.cycles, code.plain, code.verified, code.emitted) == (3, 1, 2, 5)
-    assert (code.drafted, code.accepted) == ({1: 6, 2: 4, 3: 2}, {1: 1, 2: 1, 3: 0})
+    assert (code.drafted, code.accepted) == ({1: 6, 2: 4, 3: 2}, {1: 1, 2: 1})
+    beside = meter.counts["looked up"]
+    assert (beside.verified, beside.drafted, beside.accepted) == (1, {}, dict.fromkeys(range(1, 6), 1))
     assert (maths.emitted, maths.drafted, maths.accepted) == (2, {1: 1}, {1: 1})
 
 
@@ -141,21 +145,26 @@ def test_labels_are_taken_from_requests_and_bounded() -> None:
         assert meter.label({"medusa_k25_label": asked}) == OTHER
     for number in range(MOST_LABELS):
         label = meter.label({"medusa_k25_label": f"kind {number}"})
-        meter.add(label, 0, [])
+        meter.add(label, 0, 1, [])
     assert meter.label({"medusa_k25_label": "one more"}) == OTHER
     assert meter.label({"medusa_k25_label": "kind 3"}) == "kind 3"
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), max_size=80))
 def test_whether_it_pays_is_said_of_the_newest_cycles(passes: list[tuple[int, int]]) -> None:
+    with mock.patch("medusa_k25.serving.sglang.meter.WINDOW_PASSES", 5):
+        check_window(passes)
+
+
+def check_window(passes: list[tuple[int, int]]) -> None:
     meter, newest = Meter(), list[tuple[int, int]]()
     for requests, drafts in passes:
         meter.paid(requests, requests * (1 + drafts), 3.0, 2.0)
         newest.append((requests, 1 + drafts))
-        while sum(number for number, _ in newest) - newest[0][0] >= WINDOW:
+        while len(newest) > 5 and sum(number for number, _ in newest) - newest[0][0] >= WINDOW:
             newest.pop(0)
         cycles = sum(number for number, _ in newest)
-        if cycles < WINDOW:
+        if cycles < WINDOW or len(newest) < 5:
             assert meter.pays is None
             continue
         assert meter.pays is not None

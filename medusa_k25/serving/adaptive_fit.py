@@ -30,8 +30,7 @@ from medusa_k25.tree import Growth, Tree, places
 PART_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of which those up to the tree's are tried, and the tree's own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 REPORTED_BATCHES = (1, 8, 32)
-# From so many times the tokens a second without drafting on it is drafted: calibration text is a sample, on which
-# the order of the nodes and the calibration were fitted, too.
+# From so many times the tokens a second without drafting on it is drafted, on text that the rule was not fitted on.
 PAYS_FROM = 1.02
 PACES, PACE_EXACT = 5, 1e-3  # replays at most until the pace changes by no more than such a share
 PRICED_TOKENS = 10_000  # of calibration and of held-out text that are replayed; every place of a batch walks all
@@ -201,8 +200,23 @@ def clocked(text: Walkable, rule: Adaptive, batch: int, choice: Choice | None = 
 def fitted(tree: Tree, log_p: Sequence[Tensor], ranks: Sequence[Tensor], costs: Costs) -> Adaptive:
     """All on calibration text, given by `answer_log_p` and `replay.answer_ranks`. costs: of parts of this tree.
 
-    The pace of each batch is the one that its own rule reaches: from that of plain steps on, replay after replay.
+    Up to which batch it pays is asked of rules that are fitted on every other answer, and clocked on those between.
     """
+    rule, halves = _rule(tree, log_p, ranks, costs), ((0, 1), (1, 0)) if len(ranks) > 1 else ((0, 0),)
+    crossed = []
+    for own, other in halves:
+        half = _rule(tree, log_p[own::2], ranks[own::2], costs)
+        crossed.append((half, Walkable.of(half, tree, log_p[other::2], ranks[other::2])))
+    for batch, plain_ms in zip(costs.batches, costs.plain_ms, strict=True):
+        speeds = [clocked(text, half, batch).tok_s / 1000 for half, text in crossed]
+        if sum(speeds) / len(speeds) * plain_ms < PAYS_FROM:
+            break  # nor with more requests
+        rule = replace(rule, draft_up_to=batch)
+    return rule
+
+
+def _rule(tree: Tree, log_p: Sequence[Tensor], ranks: Sequence[Tensor], costs: Costs) -> Adaptive:
+    """The pace of each batch is the one that its own rule reaches: from that of plain steps on, replay after replay."""
     ranks_NK = torch.cat(list(ranks))
     number = {path: node for node, path in enumerate(tree.paths, start=1)}
     rule = Adaptive(
@@ -216,15 +230,13 @@ def fitted(tree: Tree, log_p: Sequence[Tensor], ranks: Sequence[Tensor], costs: 
         draft_up_to=0,
     )
     text = Walkable.of(rule, tree, log_p, ranks)
-    for row, (batch, plain_ms) in enumerate(zip(costs.batches, costs.plain_ms, strict=True)):
+    for row, batch in enumerate(costs.batches):
         for _ in range(PACES):
             before = rule.pace[row]
             reached = clocked(text, rule, batch).tok_s / 1000
             rule = replace(rule, pace=(*rule.pace[:row], reached, *rule.pace[row + 1 :]))
             if abs(reached / before - 1) <= PACE_EXACT:
                 break
-        if rule.pace[row] * plain_ms >= PAYS_FROM and rule.draft_up_to == max((0, *costs.batches[:row])):
-            rule = replace(rule, draft_up_to=batch)  # there, and at all smaller batches
     return rule
 
 

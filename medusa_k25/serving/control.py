@@ -2,12 +2,15 @@
 
 control.json  the operator's: {"drafting": "auto", "heads": "/folder/of/an/export"}. Both keys may be left out.
               drafting: "auto" (the default): every cycle verifies as much as pays by the export's own rule, and
-              drafting ends when over thousands of cycles nothing did; "on": the whole tree, always; "off".
+              drafting ends when over thousands of cycles, by the costs that the export knows, nothing did (an export
+              without a rule always verifies the whole tree); "on": the whole tree, always; "off".
               heads: the export to draft with; none: the one that the server was started with.
 status.json   the server's answer, see `Status`.
 
-A server looks at the file every few passes, an idle one when the next request comes. Each change of its text is one
-order: it is carried out or refused once, and a refusal changes nothing. Write it by a rename, as `give_order` does.
+A server looks at the file every few passes, an idle one when the next request comes; the folder should be a local
+one. Each change of its text is one order: it is carried out or refused once, and a refusal changes nothing. Write it
+by a rename, as `give_order` does. While other heads are read, a second or so, all requests wait. A folder in use is
+not read again: a new export belongs in a new one.
 """
 
 import json
@@ -21,6 +24,7 @@ from medusa_k25.serving.untrusted import read_json
 
 CONTROL_FOLDER = "MEDUSA_K25_CONTROL"
 CONTROL, STATUS = "control.json", "status.json"
+NODES = "medusa_nodes"  # in a request's meta_info: the nodes of every pass, see `meter.note_nodes`
 DRAFTING = ("auto", "on", "off")
 
 

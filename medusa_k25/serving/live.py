@@ -24,12 +24,20 @@ from medusa_k25.answer_client import Answer, Ask, Failed, SGLang, answer_all, op
 from medusa_k25.conversations import Job
 from medusa_k25.costs.probing import Running, running_server
 from medusa_k25.server import Server
-from medusa_k25.serving.control import CONTROL, CONTROL_FOLDER, Order, Status, give_order, last_order, read_status
+from medusa_k25.serving.control import (
+    CONTROL,
+    CONTROL_FOLDER,
+    NODES,
+    Order,
+    Status,
+    give_order,
+    last_order,
+    read_status,
+)
 from medusa_k25.target import Target
 
 LABELS = ("topic", "label")
 WITH, WITHOUT = "with heads", "without"
-NODES = "medusa_nodes"  # what the plugin adds to a request's meta_info: for each token the nodes of its pass, or 0
 SHORT = 16  # tokens of an answer that is not measured
 SWITCH_S = 60.0  # in which a server must have heeded its operator
 

@@ -9,9 +9,12 @@ A graph is of one number of nodes, and so is what an attention backend prepares 
 parts of the tree has a backend and graphs for each size, as SGLang's own adaptive EAGLE does.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 RUNNER = "sglang.srt.model_executor.runner.base_runner.BaseRunner.__init__"
 
@@ -43,10 +46,12 @@ class Captured:
 
 
 def capture_parts(model_runner: Any, sizes: Iterable[int]) -> dict[int, Captured]:
-    """By number of nodes; {} on a CPU, where attention takes any number. Called when the whole tree's graphs exist."""
+    """By number of nodes; {} on a CPU, where attention takes any number. Called when the whole tree's graphs exist.
+
+    The pool of keys and values was sized before: RuntimeError with what to do where no memory is left.
+    """
     if str(model_runner.device) == "cpu":
         return {}
-    from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
     from sglang.srt.runtime_context import get_context, get_spec
 
     name, spec = "medusa_k25.capture_parts", get_spec()
@@ -58,16 +63,17 @@ def capture_parts(model_runner: Any, sizes: Iterable[int]) -> dict[int, Captured
         get_context().override(name, speculative_num_draft_tokens=size)
         try:
             backend = model_runner._get_attention_backend(init_new_workspace=True)
-            graphs = None
-            if runner is not None:
-                graphs = DecodeCudaGraphRunner(
-                    model_runner,
-                    attn_backend=backend,
-                    speculative_num_steps=steps,
-                    speculative_num_draft_tokens=size,
-                )
+            graphs = runner and type(runner)(
+                model_runner, attn_backend=backend, speculative_num_steps=steps, speculative_num_draft_tokens=size
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"MEDUSA: no memory for the passes of {size} tokens beside those of {whole} ({error}); lower "
+                "--mem-fraction-static, or leave out what needs them: MEDUSA_K25_CONTROL and exports with a rule"
+            ) from error
         finally:
             model_runner.init_new_workspace = before
             get_context().override(name, speculative_num_draft_tokens=whole)
         captured[size] = Captured(backend, graphs)
+        logger.info("MEDUSA: passes of %d tokens have their own attention backend and graphs", size)
     return captured

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from medusa_k25.serving.control import NODES
+
 OTHER = "other"  # requests without a label, and those beyond the first MOST_LABELS labels
 # Each label is many time series of the metrics endpoint, and requests can say what they like.
 MOST_LABELS, LONGEST_LABEL = 32, 64
 LABEL = "medusa_k25_label"  # a request's own word for itself, among its custom_params
-WINDOW = 2048  # cycles that are looked at for whether drafting pays, the newest ones
+# The newest cycles are looked at for whether drafting pays: so many, of so many passes at least: half a minute of those
+# that take 30 ms.
+WINDOW, WINDOW_PASSES = 2048, 1024
 FLUSH_S = 1.0
-NODES = "medusa_nodes"  # of a request's meta_info
 
 
 @dataclass
@@ -58,32 +61,36 @@ class Meter:
             return OTHER
         return asked if asked in self.counts or len(self.counts) < MOST_LABELS else OTHER
 
-    def add(self, label: str, accepted: int, depths: Sequence[int]) -> None:
-        """One cycle. accepted: drafts. depths: nodes that it verified at each depth below the root, () for none."""
+    def add(self, label: str, accepted: int, nodes: int, depths: Sequence[int]) -> None:
+        """One cycle. accepted: drafts. nodes: that it verified, 1 of a plain step. depths: how many of them at each
+        depth below the root; () where that depends on what was looked up beside the heads."""
         counts = self.counts[label]
         counts.emitted += accepted + 1
-        if depths:
+        if nodes > 1:
             counts.verified += 1
         else:
             counts.plain += 1
-        for depth, nodes in enumerate(depths, start=1):
-            counts.drafted[depth] += nodes
-            counts.accepted[depth] += accepted >= depth
+        for depth, there in enumerate(depths, start=1):
+            counts.drafted[depth] += there
+        for depth in range(1, accepted + 1):
+            counts.accepted[depth] += 1
 
     def paid(self, requests: int, emitted: int, cost_ms: float, plain_ms: float) -> None:
         """One pass of `requests` cycles that drafted, and what a plain step without heads would have taken."""
         entry = (requests, emitted, cost_ms, emitted / requests * plain_ms)
         self._window.append(entry)
         self._sums = [total + part for total, part in zip(self._sums, entry, strict=True)]
-        while self._sums[0] - self._window[0][0] >= WINDOW:
+        while len(self._window) > WINDOW_PASSES and self._sums[0] - self._window[0][0] >= WINDOW:
             gone = self._window.popleft()
             self._sums = [total - part for total, part in zip(self._sums, gone, strict=True)]
 
     @property
     def pays(self) -> Pays | None:
-        """Over the newest WINDOW cycles or a few more; None until there are so many."""
+        """Over the newest cycles; None until there are enough of them."""
         requests, emitted, cost_ms, plain_ms = self._sums
-        return Pays(int(requests), emitted / requests, plain_ms / cost_ms) if requests >= WINDOW else None
+        if requests < WINDOW or len(self._window) < WINDOW_PASSES:
+            return None
+        return Pays(int(requests), emitted / requests, plain_ms / cost_ms)
 
     def forget(self) -> None:
         """Begin the window anew: other heads, or drafting again."""
@@ -110,7 +117,9 @@ class Exporter:
 
         self.meter, self._flushed_at, self._told = meter, 0.0, Counter[tuple[str, ...]]()
         self._cycles = Series("medusa_k25:cycles_total", "Decode cycles of requests, by kind.", ["label", "kind"])
-        self._emitted = Series("medusa_k25:emitted_tokens_total", "Tokens that these cycles emitted.", ["label"])
+        self._emitted = Series(
+            "medusa_k25:emitted_tokens_total", "Tokens of these cycles, with those beyond an answer's end.", ["label"]
+        )
         self._drafted = Series("medusa_k25:drafted_tokens_total", "Drafts verified, by depth.", ["label", "depth"])
         self._accepted = Series("medusa_k25:accepted_tokens_total", "Drafts accepted, by depth.", ["label", "depth"])
         self._on = Gauge("medusa_k25:drafting", "1: heads draft, 0: switched off.", multiprocess_mode="mostrecent")
@@ -128,9 +137,9 @@ class Exporter:
             self._raise_to(self._cycles, counts.plain, label, "plain")
             self._raise_to(self._cycles, counts.verified, label, "verify")
             self._raise_to(self._emitted, counts.emitted, label)
-            for depth, nodes in counts.drafted.items():
-                self._raise_to(self._drafted, nodes, label, str(depth))
-                self._raise_to(self._accepted, counts.accepted[depth], label, str(depth))
+            for series, by_depth in ((self._drafted, counts.drafted), (self._accepted, counts.accepted)):
+                for depth, tokens in by_depth.items():
+                    self._raise_to(series, tokens, label, str(depth))
             self._length.labels(label).set(counts.emitted / counts.cycles)
             self._plain.labels(label).set(counts.plain / counts.cycles)
 

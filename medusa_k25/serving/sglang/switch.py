@@ -56,7 +56,9 @@ class Switch:
             return Plan(
                 False,
                 f"{pays.length:.3f} tokens a cycle over the newest {pays.cycles:,} cycles make {pays.ratio:.3f} times "
-                "the speed without drafting; write control.json anew to draft again",
+                "the speed without drafting, by the costs of the export; "
+                + ("restart the server" if self.folder is None else f"write {CONTROL} anew")
+                + " to draft again",
                 True,
                 order=self._order,
             )
@@ -101,9 +103,15 @@ class Switch:
             self.drafting, self.why, self.adapts = plan.drafting, plan.why, plan.adapts
             self.heads = plan.heads or self.heads
 
-    def tell(self) -> None:
-        """Rank 0: into the log, and into status.json where there is a folder. A full disk stops no server."""
-        status = Status("on" if self.drafting else "off", self.why, str(self.heads), self.error, self._order)
+    def tell(self, up_to: int | None = None) -> None:
+        """Rank 0: into the log, and into status.json where there is a folder. A full disk stops no server.
+
+        up_to: the largest number of requests for which the heads' rule drafts; None: they have none.
+        """
+        why = self.why
+        if self.drafting and self.adapts and up_to is not None:
+            why += f"; by the rule of these heads for at most {up_to} requests at a time"
+        status = Status("on" if self.drafting else "off", why, str(self.heads), self.error, self._order)
         if status.error is not None:
             logger.error("MEDUSA: an order is refused, nothing changes: %s", status.error)
         else:

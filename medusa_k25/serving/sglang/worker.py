@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ class MedusaVerifyInput(NgramVerifyInput):
 class Serving:
     """What is drafted with, and which parts of its tree may be verified: the root alone first, the whole tree last.
 
-    adaptive: which of them pays; None: always the whole tree.
+    adaptive: which of them pays; None: always the whole tree. number: what requests remember of them, who must not keep
+    them in memory.
     """
 
+    number: int
     tree: Tree
     beside: Beside | None
     heads: EngineHeads
@@ -108,7 +111,7 @@ class MedusaWorker(BaseSpecWorker):
         self.meter = Meter()
         self.exporter = Exporter(self.meter) if self.ranks.rank == 0 and get_observability().enable_metrics else None
         self.launched: deque[tuple[list[Any], Serving, Part, bool]] = deque()
-        self.rounds = 0
+        self.rounds = self.loads = 0
         self.opened = open_served(folder, self.model_runner.model_config.vocab_size)
         self.tree = self._tree_of(self.opened)
         assert self.tree.num_nodes == self.num_nodes
@@ -148,7 +151,9 @@ class MedusaWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
-        sizes = {part.num_nodes for part in self.serving.parts}
+        # without an operator and a rule nothing but the whole tree is ever verified
+        switched = self.switch.folder is not None or self.serving.adaptive is not None
+        sizes = {part.num_nodes for part in self.serving.parts} if switched else {self.num_nodes}
         self.captured: dict[int, Captured] = capture_parts(self.model_runner, sizes)
 
     def forward_batch_generation(
@@ -169,7 +174,9 @@ class MedusaWorker(BaseSpecWorker):
         for req, accepted in zip(reqs, num_correct_drafts_per_req, strict=True):
             emitted += accepted + 1
             if not (req.is_retracted or req.finished()):  # a round that ran ahead of a request's end is not its own
-                self.meter.add(self.meter.label(req.sampling_params.custom_params), accepted, part.depths)
+                label = self.meter.label(req.sampling_params.custom_params)
+                looked_up = serving.beside is not None and part is serving.parts[-1]
+                self.meter.add(label, accepted, part.num_nodes, [] if looked_up else part.depths)
                 note_nodes(req, part.num_nodes, accepted)
         if drafts and serving.adaptive is not None:
             cost_ms = serving.adaptive.cost(part.num_nodes, batch_size)
@@ -190,14 +197,18 @@ class MedusaWorker(BaseSpecWorker):
     def _carry_out(self, plan: Plan) -> None:
         serving, error = self.serving, None
         if plan.heads is not None:
-            served = None
+            served, digest = None, ""
             try:  # what only one rank cannot read must not leave the others waiting for it in a collective
                 opened = open_served(plan.heads, self.vocab_size)
                 served = opened.load()
+                digest = sha256((plan.heads / "config.json").read_bytes()).hexdigest()
                 torch.empty(self._room_for(served), dtype=torch.uint8, device=self.device)  # and is free again
             except (ValueError, OSError, RuntimeError) as failure:  # the last: no memory for both
                 error = f"rank {self.ranks.rank} cannot load {plan.heads}: {failure}"
-            errors = [each for each in self.ranks.from_all(error) if each is not None]
+            found = self.ranks.from_all((error, digest))
+            errors = [each for each, _ in found if each is not None]
+            if not errors and len({digest for _, digest in found}) > 1:
+                errors = [f"{plan.heads} is not the same folder on all ranks; give one that all of them see"]
             error = errors[0] if errors else None
             if error is None and served is not None:
                 tree = self._tree_of(opened)
@@ -207,7 +218,8 @@ class MedusaWorker(BaseSpecWorker):
             self.meter.forget()  # what the whole tree, or other heads, have gained says nothing of what comes
             self.serving = serving
         if self.ranks.rank == 0:
-            self.switch.tell()
+            adaptive = self.serving.adaptive
+            self.switch.tell(None if adaptive is None else adaptive.draft_up_to)
             if self.exporter is not None:
                 self.exporter.flush(self.switch.drafting, force=True)
 
@@ -268,7 +280,7 @@ class MedusaWorker(BaseSpecWorker):
     def _room_for(self, served: ServedHeads) -> int:
         """Bytes that heads take at most on a rank: their own, and the target's rows of their draft vocabulary."""
         numbers = sum(parameter.numel() for parameter in served.heads.parameters())
-        rows = 2 * len(served.vocabulary.token_ids_M) * served.heads.hidden_size
+        rows = 3 * len(served.vocabulary.token_ids_M) * served.heads.hidden_size  # two, and one while they are gathered
         return (numbers + rows) * self.model_runner.dtype.itemsize
 
     def _serving(self, opened: ServedFolder, tree: Tree, heads: EngineHeads) -> Serving:
@@ -286,7 +298,8 @@ class MedusaWorker(BaseSpecWorker):
                 "any" if adaptive is None else adaptive.draft_up_to,
                 opened.file.parent,
             )
-        return Serving(tree, self._beside_of(opened, tree), heads, adaptive, parts)
+        self.loads += 1
+        return Serving(self.loads, tree, self._beside_of(opened, tree), heads, adaptive, parts)
 
     def _drafts(self, batch: ScheduleBatch) -> bool:
         """Whether this round ends with drafts for the next one."""
@@ -296,7 +309,8 @@ class MedusaWorker(BaseSpecWorker):
     def _part(self, batch: ScheduleBatch) -> Part:
         """What this round verifies of every request's tree."""
         serving = self.serving
-        if not self.switch.drafting or any(getattr(req, "medusa_serving", None) is not serving for req in batch.reqs):
+        drafted_by = {getattr(req, "medusa_serving", None) for req in batch.reqs}
+        if not self.switch.drafting or drafted_by != {serving.number}:
             return serving.parts[0]
         if serving.adaptive is None or not self.switch.adapts:
             return serving.parts[-1]
@@ -444,7 +458,7 @@ class MedusaWorker(BaseSpecWorker):
         row_NR[:, 0] = root_N
         serving = self.serving if drafts else None
         for req in reqs:
-            req.medusa_serving = serving
+            req.medusa_serving = None if serving is None else serving.number
         if serving is not None:
             drafted = serving.heads.draft(hidden_ND, root_N, with_log_p=serving.adaptive is not None)
             row_NR[:, : serving.tree.num_nodes] = drafted.tokens_Nn
@@ -480,8 +494,8 @@ def tensor_parallel_ranks() -> Ranks:
     )
 
 
-def _gathered(word: str | None, size: int, group: Any) -> list[str | None]:
-    words: list[str | None] = [None] * size
+def _gathered(word: Any, size: int, group: Any) -> list[Any]:
+    words: list[Any] = [None] * size
     torch.distributed.all_gather_object(words, word, group=group)
     return words
 

@@ -15,9 +15,8 @@ import torch
 
 from medusa_k25.adaptive import Adaptive
 from medusa_k25.heads import DraftVocabulary, Heads, ResidualHeads, Speculator
-from medusa_k25.serving.control import Order, Status, give_order, read_status
+from medusa_k25.serving.control import NODES, Order, Status, give_order, read_status
 from medusa_k25.serving.decode import Drafter
-from medusa_k25.serving.sglang.meter import NODES
 from medusa_k25.target import Target, TargetModel
 from medusa_k25.tree import Tree
 from tests.engines.sglang.accepting import TREE, accepting_heads, decode_all, serve_from
