@@ -22,14 +22,9 @@ from medusa_k25.cache import STORAGE_DTYPES, Cache, CacheWriter
 
 
 def random_target(hidden_size: int, vocab_size: int) -> Any:
-    return SimpleNamespace(
-        name="random",
-        revision="local",
-        quantisation="none",
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        fingerprints={"lm_head": "", "final_norm": "", "tokenizer": ""},
-    )
+    identity: dict[str, Any] = {"name": "random", "revision": "local", "quantisation": "none"}
+    identity |= {"fingerprints": {"lm_head": "", "final_norm": "", "tokenizer": ""}}
+    return SimpleNamespace(hidden_size=hidden_size, vocab_size=vocab_size, identity=identity, **identity)
 
 
 def random_document(number: int, hidden_TD: torch.Tensor, vocab_size: int) -> dict[str, Any]:

@@ -323,6 +323,7 @@ def test_whatever_happens_the_operators_order_stands_again(
             raise ConnectionError
 
     heads.before = fail
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it runs in the background
     handler = signal.getsignal(signal.SIGTERM)
     expected = {"interrupt": KeyboardInterrupt, "terminated": SystemExit, "gone": OSError}[how]
     with pytest.raises(expected):

@@ -297,7 +297,7 @@ def test_fingerprint_sees_dtype_shape_and_every_sampled_row(
 def test_fingerprints_of_a_target(llama: Path, tmp_path: Path) -> None:
     original = Target.open(llama).fingerprints
     assert original == Target.open(llama).fingerprints
-    assert set(original) == {"lm_head", "final_norm", "tokenizer"}
+    assert set(original) == {"lm_head", "final_norm", "embeddings", "tokenizer"}
 
     def changed(file: str, content: bytes) -> set[str]:
         copy = shutil.copytree(llama, tmp_path / "copy")
@@ -314,6 +314,7 @@ def test_fingerprints_of_a_target(llama: Path, tmp_path: Path) -> None:
 
     assert changed("model.safetensors", with_flipped("lm_head.weight", 511, 63)) == {"lm_head"}
     assert changed("model.safetensors", with_flipped("model.norm.weight", 17)) == {"final_norm"}
+    assert changed("model.safetensors", with_flipped("model.embed_tokens.weight", 3, 1)) == {"embeddings"}
     assert changed("model.safetensors", with_flipped("model.layers.0.mlp.up_proj.weight", 0, 0)) == set()
     assert changed("chat_template.jinja", b"{{ messages }}") == {"tokenizer"}
     tokenizer = (llama / "tokenizer.json").read_bytes()

@@ -541,7 +541,7 @@ def test_missing_inputs_name_the_commands_that_make_them(config, tmp_path):
 
 def test_a_cache_of_another_target_is_refused(config, tiny_llama, tmp_path):
     other = cache_of(tiny_llama, tmp_path / "other", num_documents=3)
-    with pytest.raises(ValueError, match="was made with target tiny-llama"):
+    with pytest.raises(ValueError, match="was made for target tiny-llama"):
         training.train(config(f"cache={other.path}"))
 
 
