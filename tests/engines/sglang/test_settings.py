@@ -27,7 +27,7 @@ from medusa_k25.serving.sglang import compat, plugin
 from medusa_k25.serving.sglang.algorithm import MedusaAlgorithm, settle, tree_to_serve
 from medusa_k25.serving.sglang.drafting import Ranks
 from medusa_k25.serving.sglang.graphs import capture_states_for_medusa
-from medusa_k25.serving.sglang.meter import WINDOW, Meter
+from medusa_k25.serving.sglang.meter import WINDOW_PASSES, Meter
 from medusa_k25.serving.sglang.switch import Switch
 from medusa_k25.serving.sglang.worker import MedusaVerifyInput, MedusaWorker, embeddings_of, lm_head_of, shard_of
 from medusa_k25.target import Target
@@ -254,11 +254,12 @@ def test_heads_that_cannot_share_with_the_target_are_refused_before_they_are_loa
 
 def test_an_order_begins_the_window_anew_and_a_refused_one_does_not(tmp_path: Path) -> None:
     worker = object.__new__(MedusaWorker)
-    worker.serving, worker.exporter, worker.meter = cast(Any, object()), None, Meter()
+    worker.serving, worker.exporter, worker.meter = cast(Any, SimpleNamespace(adaptive=None)), None, Meter()
     worker.ranks = Ranks(0, 1, torch.clone, lambda tensor: None)
     worker.switch = Switch(tmp_path, tmp_path)
     for order, pays in ('{"drafting": "on"}', None), ('{"drafting": "auto"}', None), ("{", 0.5):
-        worker.meter.paid(WINDOW, WINDOW, 2.0, 1.0)
+        for _ in range(WINDOW_PASSES):
+            worker.meter.paid(2, 2, 2.0, 1.0)
         (tmp_path / "control.json").write_text(order)
         plan = worker.switch.look(None, lambda folder: None)
         assert plan is not None
