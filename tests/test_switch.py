@@ -45,7 +45,9 @@ def test_orders_are_carried_out_once(tmp_path: Path) -> None:
         (Order("off"), False, "first"),
         (Order("on"), True, "first"),
         (Order("on", "second"), True, "second"),
-        (Order("off", "second"), False, "second"),
+        (Order("off", "nowhere"), False, "second"),
+        (Order("off"), False, "second"),
+        (Order("off"), False, "second"),
         (Order("auto"), True, "first"),
     ):
         give_order(tmp_path, order)
@@ -64,7 +66,7 @@ def test_orders_are_carried_out_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"drafting": "off", "heads": "missing"}', "missing is no export folder"),
+        ('{"drafting": "on", "heads": "missing"}', "missing is no export folder"),
         ('{"drafting": "of"}', "expected one of auto, on, off"),
         ("{", "damaged"),
         (" " * (MAX_ORDER_BYTES + 1), "larger than"),
@@ -89,7 +91,7 @@ def test_a_refused_order_changes_nothing(text: str, words: str, tmp_path: Path) 
 
 def test_heads_that_one_rank_cannot_load_change_nothing(tmp_path: Path) -> None:
     switch = Switch(tmp_path, Path("first"))
-    give_order(tmp_path, Order("off", "second"))
+    give_order(tmp_path, Order("on", "second"))
     plan = switch.look(None, good)
     assert plan is not None and plan.heads == Path("second")
     switch.carry_out(plan, "rank 1 could not load second")
@@ -111,6 +113,25 @@ def test_what_does_not_pay_is_switched_off_and_says_why(tmp_path: Path) -> None:
     assert carried_out(switch, LOSES) and not drafts(switch)
     give_order(tmp_path, Order("on"))
     assert carried_out(switch) and not carried_out(switch, LOSES) and drafts(switch)
+
+
+def test_a_folder_with_other_files_is_loaded_again(tmp_path: Path) -> None:
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    (heads / "config.json").write_text("{}")
+    switch = Switch(tmp_path, heads)
+    give_order(tmp_path, Order("on"))
+    plan = switch.look(None, good)
+    assert plan is not None and plan.heads is None
+    switch.carry_out(plan)
+    (heads / "model.safetensors").write_bytes(b"new")
+    give_order(tmp_path, Order("on"))
+    plan = switch.look(None, good)
+    assert plan is not None and plan.heads == heads
+    switch.carry_out(plan)
+    give_order(tmp_path, Order("on"))
+    plan = switch.look(None, good)
+    assert plan is not None and plan.heads is None
 
 
 def test_without_a_folder_there_are_no_orders() -> None:

@@ -7,10 +7,11 @@ control.json  the operator's: {"drafting": "auto", "heads": "/folder/of/an/expor
               heads: the export to draft with; none: the one that the server was started with.
 status.json   the server's answer, see `Status`.
 
-A server looks at the file every few passes, an idle one when the next request comes; the folder should be a local
-one. Each change of its text is one order: it is carried out or refused once, and a refusal changes nothing. Write it
-by a rename, as `give_order` does. While other heads are read, a second or so, all requests wait. A folder in use is
-not read again: a new export belongs in a new one.
+A server looks at the file every 16 passes, so an idle one answers with its next requests; the folder should be a
+local one. Each file that is put there is one order: it is carried out or refused once, and a refusal changes nothing,
+nor does taking the file away. "off" is never refused for its heads: they come with the next order. Write it by a
+rename, as `give_order` does. While other heads are read, a second or so, all requests wait. Relative folders are the
+server's.
 """
 
 import json

@@ -44,14 +44,15 @@ class Switch:
         self.drafting, self.adapts, self.why = True, True, "since the start"
         self.error: str | None = None
         self._order: Mapping[str, Any] | None = None
-        self._text: bytes | None = None
+        self._seen: object = None  # of control.json, when it was last read
+        self._loaded = _stamp(heads)
 
     def look(self, pays: Pays | None, judge: Callable[[Path], None]) -> Plan | None:
         """What is to change; None: nothing. judge: ValueError for a folder that cannot be drafted from."""
-        text = self._read()
-        if text is not None and text != self._text:
-            self._text = text
-            return self._ordered(text, judge)
+        found = self._read()
+        if found is not None and found != self._seen:
+            self._seen = found
+            return self._ordered(found[-1], judge)
         if self.drafting and self.adapts and pays is not None and pays.ratio < 1:
             return Plan(
                 False,
@@ -64,44 +65,47 @@ class Switch:
             )
         return None
 
-    def _read(self) -> bytes | None:
+    def _read(self) -> tuple[int, int, bytes | str] | None:
+        """(its file, when it was written, the text of control.json or why it cannot be read); None: there is none."""
         if self.folder is None:
             return None
         try:
             with (self.folder / CONTROL).open("rb") as opened:
-                return opened.read(MAX_ORDER_BYTES + 1)
+                about = os.fstat(opened.fileno())
+                return about.st_ino, about.st_mtime_ns, opened.read(MAX_ORDER_BYTES + 1)
         except FileNotFoundError:
             return None
-        except OSError as error:  # a folder of that name, no right to read: said once, as an order that is refused
-            return f"{{cannot be read: {error.strerror}}}".encode()
+        except OSError as error:
+            return 0, 0, f"{self.folder / CONTROL} cannot be read: {error.strerror}"
 
-    def _ordered(self, text: bytes, judge: Callable[[Path], None]) -> Plan:
+    def _ordered(self, text: bytes | str, judge: Callable[[Path], None]) -> Plan:
         assert self.folder is not None
-        found: Mapping[str, Any] = {}
+        order, found, heads = Order(), dict[str, Any](), None
         try:
+            if isinstance(text, str):
+                raise ValueError(text)
             if len(text) > MAX_ORDER_BYTES:
                 raise ValueError(f"{self.folder / CONTROL} is larger than {MAX_ORDER_BYTES:,} bytes; no order is")
             read = parse_object(text, self.folder / CONTROL)
             order, found = Order.from_json(read, self.folder / CONTROL), read
-            heads = self.started_with if order.heads is None else Path(order.heads)
-            if heads != self.heads:
-                judge(heads)
+            if order.drafting != "off":  # which must not fail over a folder: heads come with the next order
+                heads = self.started_with if order.heads is None else Path(order.heads)
+                if heads == self.heads and _stamp(heads) == self._loaded:
+                    heads = None
+                else:
+                    judge(heads)
         except (ValueError, OSError) as error:  # the latter: a folder that this user may not enter, a name too long
-            return Plan(self.drafting, self.why, self.adapts, order=found, error=str(error))
-        return Plan(
-            order.drafting != "off",
-            f"{CONTROL} says {order.drafting}",
-            order.drafting == "auto",
-            None if heads == self.heads else heads,
-            found,
-        )
+            why = str(error).replace("fetch it again", "write it anew")
+            return Plan(self.drafting, self.why, self.adapts, order=found, error=why)
+        return Plan(order.drafting != "off", f"{CONTROL} says {order.drafting}", order.drafting == "auto", heads, found)
 
     def carry_out(self, plan: Plan, error: str | None = None) -> None:
         """error: why the plan's heads could not be loaded on some rank: then all stays as it is."""
         self._order, self.error = plan.order, error or plan.error
         if self.error is None:
             self.drafting, self.why, self.adapts = plan.drafting, plan.why, plan.adapts
-            self.heads = plan.heads or self.heads
+            if plan.heads is not None:
+                self.heads, self._loaded = plan.heads, _stamp(plan.heads)
 
     def tell(self, up_to: int | None = None) -> None:
         """Rank 0: into the log, and into status.json where there is a folder. A full disk stops no server.
@@ -125,3 +129,9 @@ class Switch:
 
 def control_folder() -> Path | None:
     return Path(os.environ[CONTROL_FOLDER]) if os.environ.get(CONTROL_FOLDER) else None
+
+
+def _stamp(folder: Path) -> list[tuple[str, int, int]]:
+    """Which files an export has and when they were written: others in the same folder are other heads."""
+    found = [(file.name, file.stat()) for file in folder.glob("*") if file.suffix in (".json", ".safetensors")]
+    return sorted((name, about.st_size, about.st_mtime_ns) for name, about in found)

@@ -132,6 +132,8 @@ class MedusaWorker(BaseSpecWorker):
         assert row >= self.model_runner.model_config.context_len + get_alloc_reserve_per_decode()  # room_for_two_trees
         self.serving = self._serving(self.opened, self.tree, self.heads)
         del self.heads  # others may take their place, and their memory
+        if self.ranks.rank == 0:
+            self._tell()
         self.beside = None
         if self.loaded_beside is not None:
             places = self.req_to_token_pool.req_to_token.shape[0]
@@ -218,10 +220,13 @@ class MedusaWorker(BaseSpecWorker):
             self.meter.forget()  # what the whole tree, or other heads, have gained says nothing of what comes
             self.serving = serving
         if self.ranks.rank == 0:
-            adaptive = self.serving.adaptive
-            self.switch.tell(None if adaptive is None else adaptive.draft_up_to)
+            self._tell()
             if self.exporter is not None:
                 self.exporter.flush(self.switch.drafting, force=True)
+
+    def _tell(self) -> None:
+        adaptive = self.serving.adaptive
+        self.switch.tell(None if adaptive is None else adaptive.draft_up_to)
 
     def _judge(self, folder: Path) -> None:
         """ValueError for an export that this server, as it was started, cannot draft with."""

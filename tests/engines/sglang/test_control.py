@@ -179,9 +179,9 @@ def test_orders_are_carried_out_under_load_and_counted(world: World, tmp_path: P
             assert (status.drafting, status.heads, status.error) == ("on", str(second), None)
         assert {number for row in check_text(client, world) for number in nodes_of(row)} == {3}
         for order, words in (
-            (Order("off", str(tmp_path / "missing")), "no export folder"),
-            (Order("off", str(tmp_path / "empty")), "no export folder"),
-            (Order("off", str(larger)), "21 nodes, this server was started for 12"),
+            (Order("on", str(tmp_path / "missing")), "no export folder"),
+            (Order("on", str(tmp_path / "empty")), "no export folder"),
+            (Order("on", str(larger)), "21 nodes, this server was started for 12"),
             ('{"drafting": ', "damaged"),
         ):
             with under_load(client, world):
@@ -266,7 +266,7 @@ def test_two_adaptive_ranks_verify_what_the_rule_says_and_heed_orders(world: Wor
         with under_load(client, world):
             assert client.order(Order("off")).drafting == "off"
             assert client.order(Order("on", str(second))).heads == str(second)
-            assert client.order(Order("off", str(tmp_path / "missing"))).error is not None
+            assert client.order(Order("auto", str(tmp_path / "missing"))).error is not None
         assert {number for row in check_text(client, world) for number in nodes_of(row)} == {3}
 
 
