@@ -15,6 +15,8 @@
 # TRUST_REMOTE_CODE  1: your word that the checkpoint's own Python code may run; Kimi-K2.5's tokenizer is such code
 # MEDUSA_K25_RECORD  a folder on this machine's disk: requests that ask for it are recorded there as a cache to train
 #                    on, with heads or without. MEDUSA_K25_RECORD_ALL=1 records all of them.
+# MEDUSA_K25_CONTROL a folder on this machine's disk, by whose files drafting is switched while the server runs: README,
+#                    "Switch it on safely"
 # PYTHON             default python3, that of SGLang's environment
 #
 # A flag that you add wins over the one that stands here. Tokens a pass: sglang:spec_accept_length at /metrics, and

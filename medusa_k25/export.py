@@ -294,7 +294,7 @@ def write(
     if beside is not None:
         notes.append(beside_note(beside))
     if adaptive is not None:
-        notes.append(adaptive_note(adaptive))
+        notes.append(adaptive_note(adaptive, cfg.hardware.name))
     if "also_for" in provenance:
         differs = target_differences(provenance["target"], provenance["also_for"])
         notes.append(

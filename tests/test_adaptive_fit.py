@@ -231,7 +231,7 @@ def test_where_it_pays_it_drafts_and_where_not_it_does_not():
     assert good.pace[0] * 10 > good.pace[1] * 10 >= PAYS_FROM > good.pace[2] * 10
     row = Priced.of(good, tree, *text_of(tree, 800, 6, 1, 1), of_target=False).rows
     assert [each.adaptive is None for each in row] == [False, False, True]
-    assert "at most 8 requests" in adaptive_note(good) and "never pays" in adaptive_note(bad)
+    assert "at most 8 requests" in adaptive_note(good, "cpu") and "never pays" in adaptive_note(bad, "cpu")
 
 
 def test_a_batch_that_pays_behind_one_that_does_not_is_left_alone():

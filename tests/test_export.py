@@ -107,7 +107,7 @@ def test_sglang_is_told_how_much_of_the_tree_to_verify_and_when(tmp_path, run_di
     adaptive = load_served(run_dir / "export").adaptive
     assert adaptive is not None
     assert (sorted(adaptive.order), adaptive.sizes) == ([1, 2, 3], (1, 2, 4))
-    assert adaptive_note(adaptive) in card_of(run_dir / "export")[1]
+    assert adaptive_note(adaptive, "cpu") in card_of(run_dir / "export")[1]
     assert read_report(run_dir)["export"]["draft_up_to"] == adaptive.draft_up_to
     for overrides, why in (
         ([f"cache={tmp_path / 'none'}", *known[1:]], "every cycle verifies the whole tree: no cache at"),

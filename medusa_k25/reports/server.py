@@ -185,8 +185,8 @@ def write_server_page(run_dir: Path) -> Path:
             gallery.show(
                 "acceptance",
                 draw_beside_replay(section["acceptance"], by_name(section["replayed"])),
-                "Tokens emitted a verify pass: counted by the server, and by replay of cached answers, with 95% "
-                "intervals over prompts.",
+                "Tokens emitted a pass, plain steps among them: counted by the server, and by replay of cached "
+                "answers, in which every pass verifies the whole tree, with 95% intervals over prompts.",
             )
         )
     what = (

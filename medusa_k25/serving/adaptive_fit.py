@@ -306,16 +306,16 @@ def _against(clocked: Clocked, none_tok_s: float) -> str:
     return f"{clocked.tok_s:7.1f} ({clocked.tok_s / none_tok_s:.2f}x)"
 
 
-def adaptive_note(rule: Adaptive) -> str:
+def adaptive_note(rule: Adaptive, machine: str) -> str:
     """A sentence for the export's user."""
     if rule.draft_up_to == 0:
         return (
-            "By calibration text and what passes cost on the machine that this was exported for, drafting never pays: "
+            f"By calibration text and what passes cost on {machine}, for which this was exported, drafting never pays: "
             "an adaptive server does not draft"
         )
     *some, whole = map(str, rule.sizes)
     return (
         f"An adaptive server verifies {', '.join(some)} or {whole} nodes a cycle, as sure as the heads are, and drafts "
         f"for at most {rule.draft_up_to} request{'' if rule.draft_up_to == 1 else 's'} at a time, as pays on "
-        "calibration text on the machine that this was exported for"
+        f"calibration text with what passes cost on {machine}"
     )
