@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +132,13 @@ def main() -> None:
     kimi_k25()
 
 
-def switched_off(medusa: dict[str, Any], folder: Path) -> None:
-    """What a server pays for MEDUSA while it is off."""
+def switched_off(medusa: dict[str, Any], folder: Path, batches: Sequence[int] = (1, 4)) -> None:
+    """What a server pays for MEDUSA while it is off, with so many requests at a time."""
     from medusa_k25.serving.control import CONTROL_FOLDER, Order, give_order
 
     os.environ[CONTROL_FOLDER] = str(folder)
     give_order(folder, Order("off"))
-    for batch in (1, 4):
+    for batch in batches:
         took: dict[str, list[float]] = {"without": [], "off": []}
         for _ in range(OFF_ROUNDS):
             for name, arguments in (("without", {}), ("off", medusa)):
