@@ -10,8 +10,9 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,6 +130,17 @@ class Target:
         with safe_open(self.path / file, framework="pt") as shard:
             return shard.get_tensor(tensor)
 
+    def _unmapped_fingerprint(self, role: str) -> str:
+        """`tensor_fingerprint`, of rows that are read: a kernel may map far more around those that are touched."""
+        file, tensor = self.sources[role]
+        with safe_open(self.path / file, framework="pt") as shard, (self.path / file).open("rb", buffering=0) as opened:
+            whole = shard.get_tensor(tensor)
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            start += json.loads(opened.read(start - 8))[tensor]["data_offsets"][0]
+            return tensor_fingerprint(
+                whole, lambda row: os.pread(opened.fileno(), whole[0].nbytes, start + row * whole[0].nbytes)
+            )
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """sha256 of "lm_head", "final_norm", "embeddings" and "tokenizer".
@@ -140,7 +152,7 @@ class Target:
         return {
             "lm_head": tensor_fingerprint(self.lm_head),
             "final_norm": tensor_fingerprint(self.norm_weight[None]),
-            "embeddings": tensor_fingerprint(self.embeddings),
+            "embeddings": self._unmapped_fingerprint("embeddings"),
             "tokenizer": _tokenizer_fingerprint(self.path),
         }
 
@@ -284,12 +296,16 @@ def refuse_other_target(
     return found
 
 
-def tensor_fingerprint(tensor: Tensor) -> str:
-    """sha256 over dtype, shape and evenly spread rows of a matrix; see `Target.fingerprints`."""
+def tensor_fingerprint(tensor: Tensor, read: Callable[[int], bytes] | None = None) -> str:
+    """sha256 over dtype, shape and evenly spread rows of a matrix; see `Target.fingerprints`. read: gives a row's bytes
+    where the matrix itself is not to be touched."""
     rows, count = len(tensor), min(len(tensor), FINGERPRINT_ROWS)
-    sample = tensor[torch.arange(count) * (rows - 1) // max(count - 1, 1)]
+    sampled = torch.arange(count) * (rows - 1) // max(count - 1, 1)
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    digest.update(sample.contiguous().view(torch.uint8).numpy().data)
+    if read is None:
+        digest.update(tensor[sampled].contiguous().view(torch.uint8).numpy().data)
+    else:
+        digest.update(b"".join(map(read, sampled.tolist())))
     return digest.hexdigest()
 
 
