@@ -133,5 +133,6 @@ def control_folder() -> Path | None:
 
 def _stamp(folder: Path) -> list[tuple[str, int, int]]:
     """Which files an export has and when they were written: others in the same folder are other heads."""
-    found = [(file.name, file.stat()) for file in folder.glob("*") if file.suffix in (".json", ".safetensors")]
+    files = [folder / "config.json", *folder.glob("*.safetensors")]  # an operator's orders may lie in the same folder
+    found = [(file.name, file.stat()) for file in files if file.exists()]
     return sorted((name, about.st_size, about.st_mtime_ns) for name, about in found)
